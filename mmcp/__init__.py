@@ -1,0 +1,1 @@
+"""Plan-first training of video-language models on long clips over context-parallel ranks."""

@@ -1,0 +1,99 @@
+"""What an attention variant is: named per-head tensors in, one output out; how it is parallelised is not its matter."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmcp.masks import Mask
+from mmcp.registry import Registry
+from mmcp.sharding.plan import ShardPlan
+
+ATTENTION = Registry("attention variant")
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """Which heads of a layer are present: all of them on one rank, some of them after an exchange.
+
+    Four query heads over two key-value heads, ranks 0 and 1 of three (`split_heads(4, 2, 3)`):
+        rank 0: query_heads = (0,),  kv_heads = (0,),   kv_of_query = (0,)
+        rank 1: query_heads = (1,),  kv_heads = (0,),   kv_of_query = (0,)
+        rank 2: query_heads = (2, 3), kv_heads = (1,),  kv_of_query = (0, 0)
+    """
+
+    query_heads: tuple[int, ...]
+    """Numbers of the query heads, ascending and consecutive."""
+    kv_heads: tuple[int, ...]
+    """Numbers of the key-value heads that these query heads read, ascending."""
+
+    kv_of_query: tuple[int, ...]
+    """For each query head present, the index of its key-value head among those present."""
+
+
+def split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
+    """Give rank j the query heads floor(j h / P) .. floor((j+1) h / P) and the key-value heads they read.
+
+    A key-value head is present on every rank that holds one of its query heads.
+    Raises ValueError when a rank would get no head or the key-value heads do not divide the query heads.
+    """
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"{num_heads} query heads are not a multiple of {num_kv_heads} key-value heads; "
+            f"choose a divisor of {num_heads}"
+        )
+    if ranks > num_heads:
+        raise ValueError(
+            f"ulysses={ranks} ranks for {num_heads} query heads ({num_kv_heads} key-value heads): some rank would get "
+            f"no head; use ulysses at most {num_heads} and put the other ranks on the ring axis"
+        )
+    group = num_heads // num_kv_heads
+    shares = []
+    for rank in range(ranks):
+        query = tuple(range(rank * num_heads // ranks, (rank + 1) * num_heads // ranks))
+        kv = tuple(range(query[0] // group, query[-1] // group + 1))
+        shares.append(HeadShare(query, kv, tuple(head // group - kv[0] for head in query)))
+    return tuple(shares)
+
+
+@dataclass(frozen=True)
+class HeadTensor:
+    """One tensor a variant takes: [s, heads, dim], with as many heads as `heads` says."""
+
+    name: str
+    heads: str
+    """`query`: one per query head; `kv`: one per key-value head."""
+    dim: int
+    """Size of a head in this tensor; 1 for a gate."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowInfo:
+    """What every layer may know of a row: the same object for all layers of one forward."""
+
+    mask: Mask
+    """Which query may read which key, in global positions."""
+    plan: ShardPlan
+    """Who holds which token."""
+    rank: int
+    """This rank inside the plan."""
+    memo: dict[Any, Any] = field(default_factory=dict)
+    """Index tensors derived from plan and mask, kept for the next layer; keys belong to their consumers."""
+
+
+class Attention(nn.Module, ABC):
+    """An attention variant on whole sequences: it sees every token of the row in order, and some of the heads."""
+
+    tensors: tuple[HeadTensor, ...]
+    """What `forward` takes, in the order in which it is exchanged between ranks."""
+    out_dim: int
+    """Size of a head of the output."""
+
+    @abstractmethod
+    def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
+        """Attend.
+
+        inputs: one [s, heads present, dim] per entry of `tensors`, tokens in sequence order
+        returns [s, query heads present, out_dim]
+        """

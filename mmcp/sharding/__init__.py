@@ -1,0 +1,1 @@
+"""Which rank decodes, encodes and holds what: index algebra on metadata, no torch.distributed."""
