@@ -58,6 +58,8 @@ class WorkerPool:
         for worker in self._workers:
             worker.stop()
         self._threads.shutdown(wait=True)
+        for worker in self._workers:
+            worker.connection.close()
 
     def _run(self, function: Callable[..., Reply], args: tuple) -> Reply:
         worker = self._idle.get()
