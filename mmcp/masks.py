@@ -33,7 +33,7 @@ class Mask:
     bounds: np.ndarray
     """[documents + 1] int64: first token of each document, then the number of tokens (cu_seqlens)."""
     blocks: np.ndarray
-    """[blocks, 2] int64: first and last + 1 token of each both-ways block; ascending, disjoint, each in one document."""
+    """[blocks, 2] int64: first and last + 1 token of each both-ways block; ascending, disjoint, in one document each."""
     window: int = 0
     """Tokens a query sees looking back, itself included; 0: all."""
     sink: int = 0
@@ -99,7 +99,7 @@ class Mask:
 
         Columns: first and last + 1 query, first and last + 1 key, lowest and highest diagonal; a slice holds the pairs
         of its rectangle with lowest <= key - query <= highest. No pair is in two slices: merging by log-sum-exp
-        would count it twice. A query may be in no slice only where the row is empty.
+        would count it twice.
         """
         pieces = [
             piece
