@@ -33,7 +33,7 @@ class Mask:
     bounds: np.ndarray
     """[documents + 1] int64: first token of each document, then the number of tokens (cu_seqlens)."""
     blocks: np.ndarray
-    """[blocks, 2] int64: first and last + 1 token of each both-ways block; ascending, disjoint, in one document each."""
+    """[blocks, 2] int64: bounds of each both-ways block; ascending and disjoint, each in one document."""
     window: int = 0
     """Tokens a query sees looking back, itself included; 0: all."""
     sink: int = 0

@@ -89,7 +89,10 @@ class _Factors:
         add = torch.exp(log * (borders.size - 1 - i))[:, None] * borders.adds
         carry = torch.exp(log_decay * borders.size) * borders.lives_on[:, None]
         return _Factors(
-            inside[:, None].to(dtype), read[..., None].to(dtype), add[..., None].to(dtype), carry[..., None, None].to(dtype)
+            inside[:, None].to(dtype),
+            read[..., None].to(dtype),
+            add[..., None].to(dtype),
+            carry[..., None, None].to(dtype),
         )
 
 

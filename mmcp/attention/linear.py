@@ -84,7 +84,9 @@ class Linear(Attention):
     def __init__(self, settings: LinearConfig, *, heads: int, head_dim: int):
         super().__init__()
         self.settings, self.num_heads = settings, heads
-        self.tensors = tuple(HeadTensor(name, owner, head_dim) for name, owner in (("q", "query"), ("k", "kv"), ("v", "kv")))
+        self.tensors = tuple(
+            HeadTensor(name, owner, head_dim) for name, owner in (("q", "query"), ("k", "kv"), ("v", "kv"))
+        )
         self.out_dim = head_dim
 
     def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:

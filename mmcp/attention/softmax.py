@@ -60,7 +60,9 @@ class Softmax(Attention):
     def __init__(self, settings: SoftmaxConfig, *, head_dim: int):
         super().__init__()
         self.window, self.sink = settings.window, settings.sink
-        self.tensors = tuple(HeadTensor(name, heads, head_dim) for name, heads in (("q", "query"), ("k", "kv"), ("v", "kv")))
+        self.tensors = tuple(
+            HeadTensor(name, heads, head_dim) for name, heads in (("q", "query"), ("k", "kv"), ("v", "kv"))
+        )
         self.out_dim = head_dim
 
     def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:

@@ -13,6 +13,7 @@ number of pairs; there is no dense mask in any of them.
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -60,7 +61,7 @@ def _tiles(q0: int, q1: int, k0: int, k1: int, lowest: int, highest: int) -> lis
     if cut_above and cut_below:
         return _band(q0, q1, k0, k1, lowest, highest)
     if cut_above:
-        return _full(q0, q1, k0, q0 + highest) + [Tile(q0, q1, q0 + highest, k1, True, False)]
+        return [*_full(q0, q1, k0, q0 + highest), Tile(q0, q1, q0 + highest, k1, True, False)]
     if cut_below:
         corner = q1 + lowest  # keys from here on are read by every query
         return [Tile(q0, q1, k0, corner, True, True), *_full(q0, q1, corner, k1)]
@@ -81,5 +82,4 @@ def _full(q0: int, q1: int, k0: int, k1: int) -> list[Tile]:
 
 
 def _disjoint(ranges: list[tuple[int, int]]) -> bool:
-    ranges = sorted(ranges)
-    return all(before[1] <= after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+    return all(before[1] <= after[0] for before, after in pairwise(sorted(ranges)))
