@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 import pydantic
@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mmcp.config import config
-
-if TYPE_CHECKING:
-    from mmcp.parallel.collectives import Recorder
+from mmcp.parallel.collectives import Group, Recorder
 
 AXES = ("dp_replicate", "dp_shard", "ring", "ulysses")
 Size = Annotated[int, pydantic.Field(ge=1)]
@@ -54,26 +52,6 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
-    """The ranks that differ from this one along some axes only. Collectives take it; one rank needs no process group."""
-
-    name: str
-    """What it is for: one of AXES, cp, data, fsdp or world."""
-    ranks: tuple[int, ...] = (0,)
-    """Their numbers in the whole run, in the order of the axes."""
-    index: int = 0
-    """This rank's place among them."""
-    handle: dist.ProcessGroup | None = None
-    """What torch.distributed knows it by; None for a single rank."""
-    recorders: list["Recorder"] = field(default_factory=list)
-    """Who counts its traffic; one list for all groups of a mesh."""
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-
-@dataclass(frozen=True, eq=False)
 class Mesh:
     """Where this rank stands, and the groups it talks in.
 
@@ -101,12 +79,10 @@ class Mesh:
     """Ranks that share one copy of the parameters: dp_shard x ring x ulysses. Its traffic is FSDP2's alone."""
     world: Group
 
-    @property
-    def recorders(self) -> list["Recorder"]:
-        return self.world.recorders
 
-
-def build_mesh(mesh_config: MeshConfig, *, device: torch.device | None = None, timeout: timedelta | None = None) -> Mesh:
+def build_mesh(
+    mesh_config: MeshConfig, *, device: torch.device | None = None, timeout: timedelta | None = None
+) -> Mesh:
     """Arrange the running ranks; every rank must call it, with the same config.
 
     Without torch.distributed there is one rank. timeout: how long a collective may wait (torch's default if None).
@@ -149,15 +125,13 @@ def process_group(
     device_type: `cpu` talks by gloo; `cuda` by NCCL, with gloo beside it for flags and other tensors on the CPU
     init_method, rank, world_size: as in torch; by default torchrun's environment variables say them
     """
-    backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
+    device, backend = torch.device("cpu"), "gloo"
+    if device_type != "cpu":
+        device, backend = torch.device(device_type, dist.get_node_local_rank(0)), f"cpu:gloo,{device_type}:nccl"
+        torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     try:
-        if device_type == "cpu":
-            yield torch.device("cpu")
-        else:
-            device = torch.device(device_type, dist.get_node_local_rank(fallback_rank=0))
-            torch.cuda.set_device(device)
-            yield device
+        yield device
     finally:
         dist.destroy_process_group()
 
@@ -175,7 +149,7 @@ def _lines(shape: tuple[int, ...], axes: tuple[str, ...]) -> list[tuple[int, ...
 
 
 def _group(
-    name: str, lines: list[tuple[int, ...]], rank: int, recorders: list["Recorder"], timeout: timedelta | None
+    name: str, lines: list[tuple[int, ...]], rank: int, recorders: list[Recorder], timeout: timedelta | None
 ) -> Group:
     """Make the process groups of all lines, as torch wants every rank to do, and return the one that holds `rank`."""
     mine = next(line for line in lines if rank in line)
