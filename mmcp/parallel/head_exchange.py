@@ -161,7 +161,7 @@ class HeadExchange:
         places = self.order.places
         if len(tensors) == 1:
             tensor = tensors[0] if places is None else tensors[0].index_select(0, places)
-            return tensor.reshape(len(tensor), self._width)
+            return tensor.contiguous().view(len(tensor), self._width)
         rows = tensors[0].new_empty(sum(self.order.lengths), self._width)
         for tensor, column in zip(tensors, self._columns(rows), strict=True):
             if places is None:
