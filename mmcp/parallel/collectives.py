@@ -60,7 +60,7 @@ class Group:
     index: int = 0
     """This rank's place among them."""
     handle: dist.ProcessGroup | None = None
-    """What torch.distributed knows it by; None for a single rank."""
+    """What torch.distributed knows it by; a single rank may do without."""
     recorders: list[Recorder] = field(default_factory=list)
     """Who counts its exchanges; all groups of a mesh share one list."""
 

@@ -151,7 +151,11 @@ def _lines(shape: tuple[int, ...], axes: tuple[str, ...]) -> list[tuple[int, ...
 def _group(
     name: str, lines: list[tuple[int, ...]], rank: int, recorders: list[Recorder], timeout: timedelta | None
 ) -> Group:
-    """Make the process groups of all lines, as torch wants every rank to do, and return the one that holds `rank`."""
+    """Make the process groups of all lines, as torch wants every rank to do, and return the one that holds `rank`.
+
+    A single rank needs none, except under FSDP2.
+    """
     mine = next(line for line in lines if rank in line)
-    handles = {line: dist.new_group(list(line), timeout=timeout) for line in lines if len(line) > 1}
+    needed = [line for line in lines if len(line) > 1 or (name == "fsdp" and dist.is_initialized())]
+    handles = {line: dist.new_group(list(line), timeout=timeout) for line in needed}
     return Group(name, mine, mine.index(rank), handles.get(mine), recorders)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from mmcp.attention.base import Attention, HeadShare, HeadTensor, RowInfo
+from mmcp.masks import Mask
 from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.ranges import as_ranges
 
@@ -30,10 +31,12 @@ class DenseAttention(Attention):
         )
 
     def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
+        return self.reference(inputs, info.mask, heads)
+
+    def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
         q, k, v, gate = (inputs[name] for name in ("q", "k", "v", "gate"))
         scores = torch.einsum("qhd,khd->hqk", q, k[:, heads.kv_of_query]) * self.tensors[0].dim ** -0.5
-        document = torch.repeat_interleave(torch.from_numpy(np.diff(info.mask.bounds)))
-        visible = (document[:, None] == document[None, :]) & torch.ones_like(scores[0], dtype=torch.bool).tril()
+        visible = torch.from_numpy(mask.dense())
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v[:, heads.kv_of_query]) * gate.sigmoid()
 

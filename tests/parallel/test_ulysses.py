@@ -42,7 +42,7 @@ def compare_with_one_rank(case: Case) -> tuple[dict[str, float], list[tuple], li
     """Return this rank's errors of the output and every gradient, what it counted and what the closed form says."""
     mesh = build_mesh(MeshConfig(ulysses=case.ranks))
     plan = plan_of_owners(list(case.owners), case.ranks)
-    info = RowInfo(Mask(np.array(case.bounds)), plan, mesh.cp.index)
+    info = RowInfo(Mask.causal(np.diff(case.bounds).tolist()), plan, mesh.cp.index)
     core = DenseAttention(case.dim, case.out_dim)
     generator = torch.Generator().manual_seed(len(case.owners))
 
@@ -173,7 +173,7 @@ def test_one_rank_hands_the_core_the_very_tensors():
 
     layer = Ulysses(Spy(2, 2), build_mesh(MeshConfig()), num_heads=1, num_kv_heads=1)
     local = {name: torch.zeros(3, 1, 1 if name == "gate" else 2) for name in INPUTS}
-    layer(local, RowInfo(Mask(np.array([0, 3])), plan_of_owners([0, 0, 0], 1), 0))
+    layer(local, RowInfo(Mask.causal([3]), plan_of_owners([0, 0, 0], 1), 0))
     assert all(seen[name] is local[name] for name in INPUTS)
 
 
@@ -189,7 +189,7 @@ def refuse_mixed_types() -> str:
     local = {name: torch.zeros(1, 2, 1 if name == "gate" else 2) for name in INPUTS}
     local["gate"] = local["gate"].double()
     with pytest.raises(ValueError) as refused:
-        layer(local, RowInfo(Mask(np.array([0, 2])), plan_of_owners([0, 1], 2), mesh.cp.index))
+        layer(local, RowInfo(Mask.causal([2]), plan_of_owners([0, 1], 2), mesh.cp.index))
     return str(refused.value)
 
 
