@@ -54,12 +54,12 @@ def needed(first: int, total: int, *, frames: int) -> tuple[int, int]:
 
 
 def finish(raw, clip_max):
-    """Clamp to 8 below the largest value of the whole sound, and scale: Whisper's input.
+    """Clamp to 8 below the largest value of the whole sound, and scale: what remains of Whisper's features.
 
     raw:      [..., bins, frames]  array or tensor
-    clip_max: array or tensor that broadcasts with it: the largest raw value of the sound each belongs to
+    clip_max: [...]                array or tensor: the largest raw value of the sound that each piece belongs to
     """
-    return (raw.clip(min=clip_max - 8) + 4) / 4
+    return (raw.clip(min=clip_max[..., None, None] - 8) + 4) / 4
 
 
 @cache

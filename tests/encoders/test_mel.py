@@ -86,6 +86,14 @@ def test_silence_is_finite_and_padding_is_the_floor():
     np.testing.assert_allclose(finish(raw, raw.max()), (SILENCE + 4) / 4, atol=1e-6)
 
 
+def test_finish_takes_tensors_of_several_sounds():
+    torch = pytest.importorskip("torch")
+    raw = np.stack([whole(sound(1600, seed)) for seed in (1, 2)])
+    loudest = raw.max((1, 2)) + np.array([0, 3], np.float32)
+    expected = np.stack([finish(one, high) for one, high in zip(raw, loudest, strict=True)])
+    np.testing.assert_array_equal(finish(torch.from_numpy(raw), torch.from_numpy(loudest)).numpy(), expected)
+
+
 def test_wrong_spans_are_refused():
     with pytest.raises(ValueError, match="multiple of 160"):
         log_mel_raw(np.zeros(400, np.float32), 100, 400, frames=2, bins=80)
