@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mmcp.sequence import TokenSequence
+from mmcp.sharding.deal import deal
 from mmcp.sharding.plan import ShardPlan
 
 EMPTY_ROW = TokenSequence(())
@@ -25,22 +26,20 @@ class StepPlan:
     """The global batch in order."""
     plans: tuple[ShardPlan, ...]
     """Per row: its plan."""
-    groups: tuple[tuple[int, ...], ...]
-    """Per data-parallel group: numbers of its rows in order."""
+    groups: tuple[tuple[int | None, ...], ...]
+    """Per data-parallel group: the row of each micro-batch; None where the group has none."""
     empty: ShardPlan
     """Plan of a row without tokens."""
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches that every group runs."""
-        return max(1, *(len(group) for group in self.groups))
+        return len(self.groups[0])
 
-    def row(self, group: int, micro_batch: int) -> tuple[int, TokenSequence, ShardPlan]:
-        """Return number (-1: none left), sequence and plan of a group's micro-batch."""
-        if micro_batch >= len(self.groups[group]):
-            return -1, EMPTY_ROW, self.empty
+    def row(self, group: int, micro_batch: int) -> tuple[int | None, TokenSequence, ShardPlan]:
+        """Return number (None: an empty row), sequence and plan of a group's micro-batch."""
         number = self.groups[group][micro_batch]
-        return number, self.rows[number], self.plans[number]
+        return (None, EMPTY_ROW, self.empty) if number is None else (number, self.rows[number], self.plans[number])
 
     def num_calls(self, kind: str, micro_batch: int) -> int:
         """Encoder calls of `kind` that every rank of every group makes in this micro-batch."""
@@ -54,18 +53,13 @@ class StepPlan:
 
 
 def plan_step(
-    rows: Sequence[TokenSequence],
-    *,
-    num_groups: int,
-    plan_row: Callable[[TokenSequence], ShardPlan],
-    deal: Callable[[Sequence[TokenSequence], int], tuple[tuple[int, ...], ...]],
+    rows: Sequence[TokenSequence], *, groups: int, plan_row: Callable[[TokenSequence], ShardPlan], cost: Callable[[TokenSequence], int]
 ) -> StepPlan:
-    """Plan each row and deal the rows to the groups.
+    """Plan each row and deal the rows to the data-parallel groups by cost.
 
     plan_row: plans one row over the context-parallel ranks of a group
-    deal:     (rows, groups) -> per group, the numbers of its rows
+    cost:     row -> its integer cost
     """
-    groups = deal(rows, num_groups)
-    dealt = sorted(number for group in groups for number in group)
-    assert dealt == list(range(len(rows))), f"{len(rows)} rows were dealt as {groups}"
-    return StepPlan(tuple(rows), tuple(plan_row(row) for row in rows), groups, plan_row(EMPTY_ROW))
+    dealt = deal([cost(row) for row in rows], groups)
+    plans = tuple(plan_row(row) for row in rows)
+    return StepPlan(tuple(rows), plans, tuple(map(tuple, dealt)), plan_row(EMPTY_ROW))

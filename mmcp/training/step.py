@@ -25,19 +25,16 @@ class StepWork:
     """A planned step with what this rank decoded of it."""
 
     plan: StepPlan
-    arrays: Mapping[int, Mapping[int, np.ndarray]]
+    arrays: Mapping[int | None, Mapping[int, np.ndarray]]
     """By row number, then unit number: the units this rank encodes."""
-    void: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    void: Mapping[int | None, frozenset[int]] = field(default_factory=dict)
     """By row number: documents that some rank could not read; the same on every rank."""
 
     @property
     def label_tokens(self) -> int:
         """Labelled tokens of the whole step over all rows and ranks, void documents left out."""
-        rows = enumerate(self.plan.rows)
-        return sum(int((counted_labels(row, self.void_of(i)) != NO_LABEL).sum()) for i, row in rows)
-
-    def void_of(self, row: int) -> frozenset[int]:
-        return self.void.get(row, frozenset())
+        labels = (counted_labels(row, self.void.get(i, frozenset())) for i, row in enumerate(self.plan.rows))
+        return sum(int((row != NO_LABEL).sum()) for row in labels)
 
 
 class StageClock:
@@ -98,8 +95,8 @@ class TimedExchange:
 class MicroBatch:
     """What one forward is given."""
 
-    number: int
-    """Row number in the step; -1 for an empty row."""
+    number: int | None
+    """Row number in the step; None for an empty row."""
     sequence: TokenSequence
     row: RankRow
     calls: list[tuple[str, Tensor]]
@@ -139,7 +136,7 @@ class StepRunner:
                 rank=mesh.cp.index,
                 positions=self.positions(sequence),
                 device=self.device,
-                void=work.void_of(number),
+                void=work.void.get(number, frozenset()),
             )
             calls = self.media.calls(
                 sequence, row_plan, rank=mesh.cp.index, arrays=work.arrays.get(number, {}), num_calls=counts
@@ -182,7 +179,7 @@ class StepRunner:
         for batch in self.micro_batches(work, clock):
             loss, ids = self.model(batch.row, batch.calls, batch.exchange)
             loss_sum += loss
-            if batch.number >= 0:
+            if batch.number is not None:
                 best[batch.number][torch.from_numpy(batch.row.info.plan.scorer == self.mesh.cp.index)] = ids.cpu()
         self.model.train(was_training)
         loss_sum = all_reduce(loss_sum, "sum", group=self.mesh.world, name="evaluation")
