@@ -62,18 +62,18 @@ class VideoLM(nn.Module):
         rows = [self.encoders[kind](x) for kind, x in calls]
         return torch.cat(rows) if rows else self.embedding.weight[:0]
 
-    def hidden(self, row: RankRow, calls: list[tuple[str, Tensor]], exchange: RowExchange) -> Tensor:
-        """Encode, route, interleave and run the backbone. Returns [s/cp, e], normalised."""
+    def forward(
+        self, row: RankRow, calls: list[tuple[str, Tensor]], exchange: RowExchange
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Encode, route, interleave, run the backbone, score this rank's label rows.
+
+        Returns the sum of the label rows' token losses (a scalar), in evaluation mode the most likely id of each [l],
+        and the final hidden states [s/cp, e].
+        """
         media = exchange.to_owners(self.encode(calls))
         text = self.embedding(row.ids)
         hidden = text.new_zeros(row.num_tokens, text.shape[1])
         hidden = hidden.index_copy(0, row.text, text).index_copy(0, row.media, media.to(text.dtype))
-        return self.backbone(hidden, row.positions, row.info)
-
-    def forward(self, row: RankRow, calls: list[tuple[str, Tensor]], exchange: RowExchange) -> tuple[Tensor, Tensor]:
-        """Score this rank's label rows.
-
-        Returns the sum of their token losses (a scalar) and, in evaluation mode, the most likely id of each [l].
-        """
-        rows = exchange.to_scorers(self.hidden(row, calls, exchange))
-        return self.head(rows, row.labels), row.labels[:0] if self.training else self.head.most_likely(rows)
+        hidden = self.backbone(hidden, row.positions, row.info)
+        rows = exchange.to_scorers(hidden)
+        return self.head(rows, row.labels), row.labels[:0] if self.training else self.head.most_likely(rows), hidden

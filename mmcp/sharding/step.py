@@ -53,7 +53,11 @@ class StepPlan:
 
 
 def plan_step(
-    rows: Sequence[TokenSequence], *, groups: int, plan_row: Callable[[TokenSequence], ShardPlan], cost: Callable[[TokenSequence], int]
+    rows: Sequence[TokenSequence],
+    *,
+    groups: int,
+    plan_row: Callable[[TokenSequence], ShardPlan],
+    cost: Callable[[TokenSequence], int],
 ) -> StepPlan:
     """Plan each row and deal the rows to the data-parallel groups by cost.
 

@@ -141,7 +141,7 @@ class StepRunner:
             calls = self.media.calls(
                 sequence, row_plan, rank=mesh.cp.index, arrays=work.arrays.get(number, {}), num_calls=counts
             )
-            exchange = TimedExchange(Router(row_plan, mesh.cp, self.device), clock)
+            exchange = TimedExchange(Router(row_plan, mesh.cp, device=self.device), clock)
             yield MicroBatch(number, sequence, row, calls, exchange)
 
     def backward(self, work: StepWork, clock: StageClock) -> Tensor:
@@ -155,7 +155,7 @@ class StepRunner:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in self.micro_batches(work, clock):
             clock.start()
-            loss, _ = self.model(batch.row, batch.calls, batch.exchange)
+            loss = self.model(batch.row, batch.calls, batch.exchange)[0]
             clock.mark("loss")
             (loss / total).backward()
             clock.mark("encode")
@@ -164,6 +164,10 @@ class StepRunner:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return loss_sum
+
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """Return [s/cp, e], the final hidden states of this rank's tokens of a micro-batch."""
+        return self.model(batch.row, batch.calls, batch.exchange)[2]
 
     @torch.no_grad()
     def score(self, work: StepWork, clock: StageClock) -> tuple[Tensor, dict[int, Tensor]]:
@@ -177,7 +181,7 @@ class StepRunner:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         best = {i: torch.zeros(plan.num_labels, dtype=torch.int64) for i, plan in enumerate(work.plan.plans)}
         for batch in self.micro_batches(work, clock):
-            loss, ids = self.model(batch.row, batch.calls, batch.exchange)
+            loss, ids, _ = self.model(batch.row, batch.calls, batch.exchange)
             loss_sum += loss
             if batch.number is not None:
                 best[batch.number][torch.from_numpy(batch.row.info.plan.scorer == self.mesh.cp.index)] = ids.cpu()
