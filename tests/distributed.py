@@ -12,9 +12,11 @@ the rank's own traceback. Nothing is left running.
 """
 
 import faulthandler
+import functools
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -179,9 +181,19 @@ def _run(function: Callable, args: tuple, rank: int, ranks: int, store: str, tim
         )
         answer = pickle.dumps((False, function(*args), ""))
         distributed.destroy_process_group()
+        _forget_meshes()
         return answer
     except Exception as error:
         return _pickled_failure(error, traceback.format_exc())
+
+
+def _forget_meshes() -> None:
+    """Clear DTensor's caches: they hold meshes of this run, whose groups' names the next run gives to other groups."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("torch.distributed.tensor")]
+    for module in modules:
+        for entry in list(vars(module).values()):
+            if isinstance(entry, functools._lru_cache_wrapper):
+                entry.cache_clear()
 
 
 def _pickled_failure(error: Exception, text: str) -> bytes:
