@@ -4,9 +4,9 @@ One pass over the packets; only the first picture and the first sound are decode
 reliably (rotation, shape of the pixels, rate and channels of the sound).
 
 The clock of a clip. Time 0 is the zero of the file's own timeline, as a player shows it, so that times are the real
-pts. It is the earliest frame or sample instead when the format has no zero (MPEG-TS, MPEG-PS), or when that earliest
-one lies before zero or more than a minute after it. `ClipIndex.origin` is time 0 on the file's timeline: time of a
-frame = pts x time base - origin, exactly. Picture and sound share it.
+pts. It is the earliest frame or sample instead when the format has no zero (MPEG-TS, MPEG-PS, MP3), or when that
+earliest one lies before zero or more than a minute after it. `ClipIndex.origin` is time 0 on the file's timeline: time
+of a frame = pts x time base - origin, exactly. Picture and sound share it.
 """
 
 import json

@@ -25,7 +25,7 @@ from data_pipelines.container import AudioTrack, ClipIndex, StreamInfo, VideoTra
 from data_pipelines.keyframes import CLOSED, OPEN, entry_kind, is_shown
 from data_pipelines.media import MediaError, MediaFile, as_media_file, open_container
 
-FREE_RUNNING = ("mpegts", "mpeg", "mpegtsraw")  # formats whose time stamps start anywhere
+FREE_RUNNING = ("mpegts", "mpeg", "mpegtsraw", "mp3")  # formats whose time stamps start anywhere
 WITHOUT_PTS = ("avi", "h264", "hevc", "m4v", "mpegvideo", "vc1", "obu")  # formats that store no pts
 LATEST_START = 60  # seconds after zero
 JOIN_TOLERANCE = Fraction(1, 50)  # seconds
@@ -389,12 +389,16 @@ def _packet_samples(packets: Packets, rate: int, base: Fraction) -> tuple[list[i
 
 
 def _heard(packets: Packets, samples: list[int]) -> tuple[list[int], list[int]]:
-    """Samples dropped at the start of each packet, and samples heard of it. A delay may run over several packets."""
+    """Samples dropped at the start of each packet, and samples heard of it. A delay may run over several packets.
+
+    Some containers take the padding off the last packet's duration, some only name it, some do both.
+    """
     skipped, heard, left = [], [], 0
     for count, skip, discard, shown in zip(samples, packets.skip, packets.discard, packets.shown, strict=True):
         left += skip
         drop = min(left, count)
         left -= drop
         skipped.append(drop)
-        heard.append(max(0, count - drop - discard) if shown else 0)
+        whole = max(count, packets.first_samples) if discard else count
+        heard.append(max(0, min(count, whole - discard) - drop) if shown else 0)
     return skipped, heard

@@ -103,7 +103,7 @@ def _resampled(
     resampler = av.AudioResampler(format="flt", layout="mono", rate=SAMPLE_RATE)
     fed = 0
     for part in parts:
-        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(part[None]), format="flt", layout="mono")
+        frame = av.AudioFrame.from_ndarray(part[None], format="flt", layout="mono")
         frame.sample_rate, frame.pts, frame.time_base = track.rate, fed, Fraction(1, track.rate)
         fed += len(part)
         for out in resampler.resample(frame):
@@ -115,23 +115,27 @@ def _resampled(
 
 
 def _contiguous(parts: Iterator[tuple[int, np.ndarray]], start: int, stop: int) -> Iterator[np.ndarray]:
-    """Samples start..stop without a hole: gaps are zeros, of an overlap the earlier part is kept."""
-    cursor = start
+    """Samples start..stop in pieces of CHUNK: gaps are zeros, of an overlap the earlier part is kept."""
+    piece = np.zeros(min(CHUNK, stop - start), dtype=np.float32)
+    base = cursor = start
     for position, part in parts:
-        yield from _silence(min(position, stop) - cursor)
-        cursor = max(cursor, min(position, stop))
-        part = part[cursor - position : stop - position]
-        if len(part):
-            yield part
-            cursor += len(part)
-        if cursor >= stop:
-            return
-    yield from _silence(stop - cursor)
-
-
-def _silence(count: int) -> Iterator[np.ndarray]:
-    for done in range(0, count, CHUNK):
-        yield np.zeros(min(CHUNK, count - done), dtype=np.float32)
+        part = part[max(0, cursor - position) : max(0, stop - position)]
+        position = min(max(position, cursor), stop)
+        while position + len(part) >= base + len(piece):
+            taken = max(0, base + len(piece) - position)
+            piece[len(piece) - taken :] = part[:taken]
+            yield piece
+            position, part = position + taken, part[taken:]
+            base += len(piece)
+            piece = np.zeros(min(CHUNK, stop - base), dtype=np.float32)
+            if base == stop:
+                return
+        piece[position - base : position - base + len(part)] = part
+        cursor = position + len(part)
+    while base < stop:
+        yield piece
+        base += len(piece)
+        piece = np.zeros(min(CHUNK, stop - base), dtype=np.float32)
 
 
 def _mono(
@@ -197,19 +201,18 @@ def _downmix(frame: av.AudioFrame, damage: Damage) -> np.ndarray:
         samples = (samples.astype(np.float32) - 128) / 128
     elif samples.dtype.kind == "i":
         samples = samples.astype(np.float32) / -float(np.iinfo(samples.dtype).min)
-    else:
-        samples = samples.astype(np.float32)
-        finite = np.isfinite(samples)
-        if not finite.all():
-            damage.cleaned += int((~finite).sum())
-            samples = np.where(finite, samples, np.float32(0))
     weights = channel_weights(frame.layout.name, channels)
-    return sum((weight * channel for weight, channel in zip(weights, samples, strict=True)), np.float32(0))
+    mono = weights @ samples.astype(np.float32, copy=False)
+    if not np.isfinite(mono).all():
+        finite = np.isfinite(samples)
+        damage.cleaned += int((~finite).sum())
+        mono = weights @ np.where(finite, samples, 0).astype(np.float32)
+    return mono
 
 
 @cache
-def channel_weights(layout: str, channels: int) -> tuple[np.float32, ...]:
-    """The share of each channel in the mono sum; they add up to 1. FFmpeg's names of layouts."""
+def channel_weights(layout: str, channels: int) -> np.ndarray:
+    """[channels] float32: the share of each channel in the mono sum; they add up to 1. FFmpeg's names of layouts."""
     try:
         names = [channel.name for channel in av.AudioLayout(layout).channels]
     except ValueError:
@@ -218,5 +221,4 @@ def channel_weights(layout: str, channels: int) -> tuple[np.float32, ...]:
         weights = [UNKNOWN[i % 2] for i in range(channels)]
     else:
         weights = [WEIGHTS.get(name, RIGHT if name.endswith("R") else LEFT) for name in names]
-    total = sum(weights)
-    return tuple(np.float32(weight / total) for weight in weights)
+    return (np.array(weights) / sum(weights)).astype(np.float32)
