@@ -75,6 +75,11 @@ def test_text_reaches_no_special_token(text, bpe_file, word_file):
     assert files_own.isdisjoint(bpe.encode(text)) and bpe.decode(bpe.encode(text)) == text
 
 
+def test_a_spelled_special_token_is_text_like_any_other(bpe_file):
+    tokenizer = FileTokenizer(bpe_file)
+    assert tokenizer.encode("<|im_end|>")[2:-2] == tokenizer.encode("im_end")
+
+
 def test_word_that_is_a_special_token_is_spelled(word_file):
     assert FileTokenizer(word_file).encode("red [CLS] blue") == [2, 3, 4, 0, 0, 0, 0]
 
