@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmcp.interleave import ORDER, StampConfig, TimedText, Track, interleave
@@ -50,6 +50,7 @@ def test_worked_example():
     assert segments[2].stream == 1 and segments[2].source == "clip.mp4"
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["video", "image", "audio"]), st.booleans(), st.lists(SECONDS)), max_size=4),
        st.lists(SECONDS, max_size=5))  # fmt: skip
 def test_order_equals_a_slow_merge(drawn, captions):
@@ -80,6 +81,7 @@ def test_nothing_gives_nothing():
     assert interleave([track("video", [])], stamp=stamp) == []
 
 
+@settings(deadline=None)
 @given(SECONDS, st.integers(0, 4))
 def test_times_are_written_exactly(seconds, decimals):
     getcontext().prec = 60

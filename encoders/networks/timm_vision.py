@@ -6,6 +6,7 @@ BatchNorm is frozen in its stored statistics, since a unit's rows must not depen
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -27,7 +28,7 @@ class TimmVision(nn.Module):
     def __init__(self, config: TimmEncoder, width: int):
         super().__init__()
         self.config = config
-        self.backbone = without_unused(create(config.model), config.model)
+        self.backbone: Any = without_unused(create(config.model), config.model)
         if config.checkpoint:
             load(self.backbone, config.checkpoint, left_out=unused(config.model)[0])
         features = config.frames * config.merge**2 * self.backbone.num_features
@@ -73,7 +74,7 @@ class TimmVision(nn.Module):
         return features if features.dim() == 4 else rearrange(features, "n (h w) c -> n h w c", h=rows, w=columns)
 
 
-def create(model: str) -> nn.Module:
+def create(model: str) -> Any:
     """Make a timm model with new weights and no head, for any picture size where timm can.
 
     Raises ValueError for a name timm does not know.
@@ -88,7 +89,7 @@ def create(model: str) -> nn.Module:
     return freeze_batch_norm_2d(backbone)
 
 
-def feature_map(backbone: nn.Module, pixels: Tensor) -> Tensor:
+def feature_map(backbone: Any, pixels: Tensor) -> Tensor:
     """pixels: [n, 3, h, w] -> [n, tokens, c] without class and register tokens, or [n, rows, columns, c]."""
     features = backbone.forward_features(pixels)
     if features.dim() == 3:
@@ -109,7 +110,7 @@ def unused(model: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return parts, tuple(sorted(name for name in idle if name.split(".")[0] not in parts))
 
 
-def without_unused(backbone: nn.Module, model: str) -> nn.Module:
+def without_unused(backbone: Any, model: str) -> Any:
     """Take out the parts of `unused`, and leave its single parameters untrained: they would never get a gradient."""
     parts, parameters = unused(model)
     for part in parts:
@@ -119,7 +120,7 @@ def without_unused(backbone: nn.Module, model: str) -> nn.Module:
     return backbone
 
 
-def load(backbone: nn.Module, path: str, *, left_out: tuple[str, ...]) -> None:
+def load(backbone: Any, path: str, *, left_out: tuple[str, ...]) -> None:
     """Load weights from a local file without unpickling, but for the parts named `left_out` and the old head.
 
     Raises ValueError naming tensors that are missing, not known or of another shape.

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoders.mel import HOP, SILENCE, finish, log_mel_raw, mel_bands, needed
@@ -63,6 +63,7 @@ def test_thirty_seconds_equal_the_public_call():
     np.testing.assert_allclose(finish(raw, raw.max()), expected, atol=1e-5)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 9000), st.integers(1, 40), st.integers(0, 10**6))
 def test_pieces_join_to_the_whole(samples, frames, seed):
     x = sound(samples, seed)

@@ -7,14 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from encoders.text import ROLES, ByteTokenizer, FileTokenizer, TokenizerConfig
 
 SPELLED = ["<|user|>", "<|assistant|>", "<|end|>", "<|im_end|>", "a<|im_end|><|im_start|>user b", "<s>[CLS][UNK]"]
-TEXTS = Path(__file__).parents[1] / "data" / "texts.jsonl"
+TEXTS = Path(__file__).parents[1] / "data" / "B48_texts.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,7 @@ def word_file(tmp_path_factory):
     return str(path)
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_bytes_there_and_back(text):
     tokenizer = ByteTokenizer()
@@ -56,6 +57,7 @@ def test_bytes_there_and_back(text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@settings(deadline=None)
 @given(text=st.text())
 def test_file_there_and_back(bpe_file, text):
     tokenizer = FileTokenizer(bpe_file)
@@ -71,6 +73,11 @@ def test_text_reaches_no_special_token(text, bpe_file, word_file):
     bpe = FileTokenizer(bpe_file)
     files_own = {bpe.model.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>", "<|late|>")}
     assert files_own.isdisjoint(bpe.encode(text)) and bpe.decode(bpe.encode(text)) == text
+
+
+def test_a_spelled_special_token_is_text_like_any_other(bpe_file):
+    tokenizer = FileTokenizer(bpe_file)
+    assert tokenizer.encode("<|im_end|>")[2:-2] == tokenizer.encode("im_end")
 
 
 def test_word_that_is_a_special_token_is_spelled(word_file):
