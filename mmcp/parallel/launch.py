@@ -29,13 +29,14 @@ _CONSEQUENCE = re.compile(
 )
 
 
-class RankError(RuntimeError):
-    """The first failure of a run: which rank, why, and its traceback."""
+class RankError(ChildProcessError):
+    """The first failure of a run: which rank and why; the rank's traceback is its note."""
 
     def __init__(self, rank: int, reason: str, details: str = ""):
         super().__init__(f"rank {rank}: {reason}")
         self.rank = rank
-        self.details = details
+        if details:
+            self.add_note(details)
 
 
 @dataclass(frozen=True)
@@ -262,6 +263,8 @@ def _rank(function: Callable[..., Any], args: tuple[Any, ...], rank: int, pipe: 
 
 def _failure(rank: int, error: BaseException) -> _Outcome:
     text = str(error) or "no message"
-    reason = text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    is_plain = isinstance(error, ValueError | OSError)
+    reason = text if is_plain else f"{type(error).__name__}: {text} ({place.filename}:{place.lineno})"
     is_consequence = isinstance(error, PeerError) or bool(_CONSEQUENCE.search(text))
     return _Outcome(rank, reason=reason, details=traceback.format_exc(), is_consequence=is_consequence)
