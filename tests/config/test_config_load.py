@@ -98,13 +98,13 @@ NOT_TEXT = {"lr_plain", "lr_dot", "lr_cap", "eps", "mu", "hex", "null_word", "ti
 
 @pytest.mark.parametrize(("key", "text"), CASES)
 def test_each_value_of_B67_is_read_exactly_or_refused_by_name(read, key, text):
-    for cls, field, expected in ((Numbers, "value", AS_FLOAT), (Job, "steps", AS_INTEGER)):
+    for cls, name, expected in ((Numbers, "value", AS_FLOAT), (Job, "steps", AS_INTEGER)):
         if key in expected:
-            value = getattr(read(f"{field}: {text}\n", cls=cls), field)
+            value = getattr(read(f"{name}: {text}\n", cls=cls), name)
             assert value == expected[key] and type(value) is type(expected[key])
         else:
-            with pytest.raises(ConfigError, match=rf"line 1: {field}"):
-                read(f"{field}: {text}\n", cls=cls)
+            with pytest.raises(ConfigError, match=rf"line 1: {name}"):
+                read(f"{name}: {text}\n", cls=cls)
     with pytest.raises(ConfigError, match="expected a boolean"):
         read(f"steps: 1\nverbose: {text}\n")
     if key in NOT_TEXT:
