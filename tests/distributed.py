@@ -16,7 +16,6 @@ import functools
 import multiprocessing
 import os
 import pickle
-import sys
 import tempfile
 import time
 import traceback
@@ -189,11 +188,14 @@ def _run(function: Callable, args: tuple, rank: int, ranks: int, store: str, tim
 
 def _forget_meshes() -> None:
     """Clear DTensor's caches: they hold meshes of this run, whose groups' names the next run gives to other groups."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("torch.distributed.tensor")]
-    for module in modules:
-        for entry in list(vars(module).values()):
-            if isinstance(entry, functools._lru_cache_wrapper):
-                entry.cache_clear()
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    for entry in vars(_redistribute).values():
+        if isinstance(entry, functools._lru_cache_wrapper):
+            entry.cache_clear()
 
 
 def _pickled_failure(error: Exception, text: str) -> bytes:
