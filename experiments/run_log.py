@@ -1,6 +1,5 @@
 """What a training run writes down on the way: metrics, the first plan, progress for people."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
