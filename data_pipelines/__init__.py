@@ -1,8 +1,4 @@
-<<<<<<< .merge_file_efLP7O
-"""From media files and manifests to decoded units: everything before the first tensor of a model."""
-=======
-"""From media files and a manifest to the units of a step: index, decode, shards, order, packing.
+"""From media files and manifests to decoded units: everything before the first tensor of a model.
 
-Imports nothing of `encoders` or torch.distributed; decoding imports no torch at all, since workers are many.
+Nothing here imports torch, so that decode workers stay small.
 """
->>>>>>> .merge_file_TrCFpw
