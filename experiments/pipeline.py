@@ -160,9 +160,9 @@ def collect(loaded: Loaded[PlannedStep]) -> LoadedStep:
     )
 
 
-def load_steps(
+def read_steps(
     pipeline: Pipeline, mesh: Mesh, pool: WorkerPool, *, plan: Callable[[int], PlannedStep], steps: range
-) -> Iterator[LoadedStep]:
+) -> Iterator[Loaded[PlannedStep]]:
     """Yield steps in order, planned by `plan` and decoded as far as this rank needs."""
 
     def prepare(step: int) -> tuple[PlannedStep, list[Job]]:
@@ -170,7 +170,7 @@ def load_steps(
         return planned, pipeline.jobs(planned, mesh)
 
     with Loader(prepare, pool, steps=steps, prefetch=pipeline.config.data.prefetch) as loader:
-        yield from map(collect, loader)
+        yield from loader
 
 
 def held_out_loss(pipeline: Pipeline, runner: StepRunner, pool: WorkerPool) -> float:
@@ -180,10 +180,9 @@ def held_out_loss(pipeline: Pipeline, runner: StepRunner, pool: WorkerPool) -> f
     numbers = range(min(len(held_out.shards), data.held_out_samples))
     batches = [numbers[i : i + data.documents_per_step] for i in range(0, len(numbers), data.documents_per_step)]
     loss, labels = 0.0, 0
-    for step in load_steps(
-        held_out, runner.mesh, pool, plan=lambda i: held_out.plan(batches[i]), steps=range(len(batches))
-    ):
-        work = agree_on(step, runner)
+    plan, steps = (lambda i: held_out.plan(batches[i])), range(len(batches))
+    for step in read_steps(held_out, runner.mesh, pool, plan=plan, steps=steps):
+        work = agree_on(collect(step), runner)
         loss += runner.score(work, StageClock(runner.device))[0].item()
         labels += work.label_tokens
     return loss / max(1, labels)

@@ -18,7 +18,7 @@ from data_pipelines.sampler import Order, OrderState
 from data_pipelines.shards import ShardSet
 from data_pipelines.workers import WorkerPool
 from experiments.base import RunConfig
-from experiments.pipeline import Pipeline, held_out_loss, load_steps
+from experiments.pipeline import Pipeline, collect, held_out_loss, read_steps
 from experiments.run_log import RunLog
 from experiments.runtime import run_runner
 from mmcp.attention.base import split_heads
@@ -73,8 +73,7 @@ def with_ranks(settings: RunConfig, ranks: int | None) -> RunConfig:
 
 def check(settings: RunConfig) -> None:
     """Split the heads, build the tokenizer, open the data: what can fail should fail here. Raises ValueError."""
-    backbone = settings.model.backbone
-    split_heads(backbone.heads, backbone.kv_heads, settings.mesh.ulysses)
+    check_heads(settings)
     settings.planner(settings.tokenizer.build().vocab_size).step([])
     for name, spec in (("train", settings.data.train), ("held_out", settings.data.held_out)):
         if spec:
@@ -85,6 +84,12 @@ def check(settings: RunConfig) -> None:
             print(f"data.{name}: {found.summary()}", file=sys.stderr)
             for problem in found.problems:
                 print(f"warning: {problem}", file=sys.stderr)
+
+
+def check_heads(settings: RunConfig) -> None:
+    """Raise ValueError when the heads cannot be split over the mesh."""
+    backbone = settings.model.backbone
+    split_heads(backbone.heads, backbone.kv_heads, settings.mesh.ulysses)
 
 
 def train(settings: RunConfig, folder: Path, resume: bool) -> None:
@@ -122,7 +127,8 @@ def train(settings: RunConfig, folder: Path, resume: bool) -> None:
         )
         batch, total = settings.data.documents_per_step, settings.optim.total_steps
         steps = range(start, total)
-        trainer.run(load_steps(pipeline, mesh, pool, plan=lambda _: pipeline.plan(order.take(batch)), steps=steps))
+        planned = read_steps(pipeline, mesh, pool, plan=lambda _: pipeline.plan(order.take(batch)), steps=steps)
+        trainer.run(map(collect, planned))
 
 
 def order_at(settings: RunConfig, num_samples: int, step: int) -> OrderState:

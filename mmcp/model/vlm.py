@@ -60,7 +60,7 @@ class VideoLM(nn.Module):
     def encode(self, calls: list[tuple[str, Tensor]]) -> Tensor:
         """Run the planned encoder calls: one (kind, input) each, inputs may hold 0 units. Returns [n_r, e]."""
         rows = [self.encoders[kind](x) for kind, x in calls]
-        return torch.cat(rows) if rows else self.embedding.weight[:0]
+        return torch.cat(rows) if rows else self.embedding.weight.new_zeros(0, self.embedding.weight.shape[1])
 
     def forward(
         self, row: RankRow, calls: list[tuple[str, Tensor]], exchange: RowExchange
