@@ -92,6 +92,7 @@ class Linear(Attention):
     def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
         """q: [s, h, d]  k, v: [s, k, d]  ->  [s, h, d]."""
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        assert len(q) == info.mask.num_tokens, f"{len(q)} tokens in a row of {info.mask.num_tokens}"
         _check_causal(info.mask)
         key = ("chunks", self.settings.chunk)
         if key not in info.memo:
