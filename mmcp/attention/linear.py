@@ -64,9 +64,22 @@ class LinearConfig:
         """Make the core; `heads` query heads in the whole layer, of `head_dim`."""
         return Linear(self, heads=heads, head_dim=head_dim)
 
+    @property
+    def window(self) -> int:
+        """Tokens a query sees looking back; 0: all of its document."""
+        return 0
+
+    def pair_flops(self, head_dim: int) -> int:
+        """Forward FLOPs of one query head per visible (query, key) pair: none, the cost does not follow the mask."""
+        return 0
+
+    def token_flops(self, head_dim: int) -> int:
+        """Forward FLOPs of one query head per token, in the chunked form."""
+        return 4 * (self.chunk + head_dim) * head_dim
+
     def flops(self, mask: Mask, *, heads: int, head_dim: int) -> int:
-        """Count the forward FLOPs of `heads` query heads on one row, in the chunked form."""
-        return 4 * mask.num_tokens * (self.chunk + head_dim) * heads * head_dim
+        """Count the forward FLOPs of `heads` query heads on one row."""
+        return self.token_flops(head_dim) * mask.num_tokens * heads
 
     def state_bytes(self, *, heads: int, head_dim: int) -> int:
         """Bytes of state that a run of tokens hands on to the next: a float32 matrix and a decay per query head."""
