@@ -12,6 +12,7 @@ the rank's own traceback. Nothing is left running.
 """
 
 import faulthandler
+import functools
 import multiprocessing
 import os
 import pickle
@@ -182,9 +183,22 @@ def _run(function: Callable, args: tuple, rank: int, ranks: int, store: str, tim
         )
         answer = pickle.dumps((False, function(*args), ""))
         distributed.destroy_process_group()
+        _forget_meshes()
         return answer
     except Exception as error:
         return _pickled_failure(error, traceback.format_exc())
+
+
+def _forget_meshes() -> None:
+    """Clear DTensor's caches: they hold meshes of this run, whose groups' names the next run gives to other groups."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    for entry in vars(_redistribute).values():
+        if isinstance(entry, functools._lru_cache_wrapper):
+            entry.cache_clear()
 
 
 def _pickled_failure(error: Exception, text: str) -> bytes:

@@ -136,6 +136,16 @@ class Variant(Protocol):
     def build(self, *, heads: int, head_dim: int) -> Attention:
         """Make the core of a layer with `heads` query heads in all."""
 
+    @property
+    def window(self) -> int:
+        """Tokens a query sees looking back, itself included; 0: all of its document."""
+
+    def pair_flops(self, head_dim: int) -> int:
+        """Forward FLOPs of one query head for one visible (query, key) pair."""
+
+    def token_flops(self, head_dim: int) -> int:
+        """Forward FLOPs of one query head per token, whatever it sees."""
+
     def flops(self, mask: Mask, *, heads: int, head_dim: int) -> int:
         """Count the forward FLOPs of `heads` query heads on one row."""
 

@@ -5,14 +5,16 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from mmcp.attention.flash_cpu import head_runs
-from mmcp.masks import Mask
+from mmcp.masks import Mask, count_pairs
 
 HALF = (torch.bfloat16, torch.float16)
+BLOCK = 128  # tokens of a FlexAttention block along queries and keys
 
 
 def gpu_attention(
@@ -73,8 +75,34 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, memo: dict[Any, Any]) -> 
 
 
 def _block_mask(mask: Mask, device: torch.device) -> BlockMask:
+    pairs = torch.from_numpy(block_pairs(mask, BLOCK)).to(device)
+    full = pairs == BLOCK * BLOCK
+    count, index = _listed((pairs > 0) & ~full)
+    full_count, full_index = _listed(full)
     s = mask.num_tokens
-    return create_block_mask(mask_mod(mask, device), None, None, s, s, device=device, _compile=True)
+    return BlockMask.from_kv_blocks(
+        count, index, full_count, full_index, BLOCK_SIZE=BLOCK, mask_mod=mask_mod(mask, device), seq_lengths=(s, s)
+    )
+
+
+def block_pairs(mask: Mask, size: int) -> np.ndarray:
+    """[blocks, blocks] int64: pairs that may be read in each block of `size` queries by `size` keys."""
+    blocks = -(-mask.num_tokens // size)
+    pairs = np.zeros((blocks, blocks), dtype=np.int64)
+    for q0, q1, k0, k1, lowest, highest in mask.slices.tolist():
+        rows, columns = (np.arange(start // size, -(-stop // size)) for start, stop in ((q0, q1), (k0, k1)))
+        row, column = (grid.ravel() * size for grid in np.meshgrid(rows, columns, indexing="ij"))
+        clipped = (row.clip(q0), (row + size).clip(max=q1), column.clip(k0), (column + size).clip(max=k1))
+        parts = np.stack([*clipped, np.full_like(row, lowest), np.full_like(row, highest)], axis=1)
+        pairs[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1] += count_pairs(parts).reshape(len(rows), -1)
+    return pairs
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn [blocks, blocks] bool into FlexAttention's form: how many per row, and their numbers first."""
+    count = chosen.sum(-1, dtype=torch.int32)
+    index = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return count[None, None], index[None, None]
 
 
 @cache

@@ -45,9 +45,17 @@ class SoftmaxConfig:
         """Make the core; `heads` query heads in the whole layer, of `head_dim`."""
         return Softmax(self, head_dim=head_dim)
 
+    def pair_flops(self, head_dim: int) -> int:
+        """Forward FLOPs of one query head for one visible (query, key) pair: two products of 2 d."""
+        return 4 * head_dim
+
+    def token_flops(self, head_dim: int) -> int:
+        """Forward FLOPs of one query head per token, whatever it sees: none."""
+        return 0
+
     def flops(self, mask: Mask, *, heads: int, head_dim: int) -> int:
         """Count the forward FLOPs of `heads` query heads on one row."""
-        return 4 * mask.with_window(self.window, self.sink).pairs() * heads * head_dim
+        return self.pair_flops(head_dim) * mask.with_window(self.window, self.sink).pairs() * heads
 
     def state_bytes(self, *, heads: int, head_dim: int) -> int:
         """Bytes of state that a run of tokens hands on to the next: none, keys are read where they are."""
@@ -69,6 +77,7 @@ class Softmax(Attention):
         """q: [s, h, d]  k, v: [s, k, d]  ->  [s, h, d]."""
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         mask = info.mask.with_window(self.window, self.sink)
+        assert len(q) == mask.num_tokens, f"{len(q)} tokens in a row of {mask.num_tokens}"
         if q.is_cuda:
             return gpu_attention(q, k, v, mask, heads.kv_of_query, info.memo)
         key = ("tiling", self.window, self.sink)

@@ -89,6 +89,17 @@ class BackboneConfig:
         """Count the forward FLOPs of one token in the matrix products; attention itself is `attention_flops`."""
         return 2 * self._matrix_weights()
 
+    def activation_bytes_per_token(self, element_size: int) -> int:
+        """Bytes that a token keeps for backward, at `element_size` bytes a number, attention of its heads included.
+
+        Per layer the inputs of both norms and of the projections after them (4 e), the MLP's three products (3 f), and
+        q, k, v, the output and its logarithm of sums; with checkpointing one input a layer and one layer's worth.
+        """
+        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layer = 4 * self.width + 3 * self.mlp_width + 3 * query + 4 * kv + self.heads
+        kept = self.layers * self.width + layer if self.checkpointing else self.layers * layer
+        return element_size * kept
+
     def attention_flops(self, mask: Mask) -> int:
         """Count the forward FLOPs of attention on one row, over all layers and heads."""
         return sum(variant.flops(mask, heads=self.heads, head_dim=self.head_dim) for variant in self.variants)

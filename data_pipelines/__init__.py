@@ -1,0 +1,1 @@
+"""From media files and manifests to decoded units: everything before the first tensor of a model."""
