@@ -81,8 +81,7 @@ def _items(sequence: TokenSequence, tokens_per_second: Fraction) -> _Items:
             run += segment.kind != "video"
         run += 1
     columns = np.array([row for row in rows if row[0]], dtype=np.int64).reshape(-1, 8).T
-    tokens, is_line, steps, heights, widths, extents, runs, documents = columns
-    return _Items(tokens, is_line.astype(bool), steps, heights, widths, extents, runs, documents)
+    return _Items(columns[0], columns[1].astype(bool), *columns[2:])
 
 
 def _bases(items: _Items) -> np.ndarray:

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 60.0  # seconds a run may take, and a collective may wait
+TIMEOUT = 60.0  # seconds a run may take; a collective waits for less, so that it fails where it stands
 START_TIMEOUT = 180.0  # seconds in which new processes must have imported torch, on a busy machine too
 
 
@@ -123,6 +123,9 @@ class RankPool:
             raise ChildProcessError(f"rank {rank} died, exit code {self._processes[rank].exitcode}") from None
         if has_failed:
             value.add_note(f"on rank {rank}:\n{text}")
+            for other, process in enumerate(self._processes):
+                if process.exitcode is not None:  # this rank only felt that its peer went away
+                    raise ChildProcessError(f"rank {other} died, exit code {process.exitcode}") from value
             raise value
         return value
 
@@ -176,7 +179,7 @@ def _run(function: Callable, args: tuple, rank: int, ranks: int, store: str, tim
             init_method=f"file://{store}",
             rank=rank,
             world_size=ranks,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=0.8 * timeout),
         )
         answer = pickle.dumps((False, function(*args), ""))
         distributed.destroy_process_group()

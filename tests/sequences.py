@@ -29,7 +29,8 @@ def draw_sequence(rng: np.random.Generator, *, segments: int = 6, documents: int
 def draw_unit(rng: np.random.Generator, *, kind: str, start: Fraction) -> Unit:
     """Draw one unit whose grid fits its kind; pixels are of no matter here."""
     height, width = rng.integers(1, 4, 2).tolist()
-    grid = (height + width, 1, 1) if kind == "audio" else (1, height, width)
+    depth = int(rng.integers(1, 3)) if kind == "video" else 1
+    grid = (height + width, 1, 1) if kind == "audio" else (depth, height, width)
     tokens = grid[0] * grid[1] * grid[2]
     size = {"image": (28, 28), "video": (2, 28, 28), "audio": (100,)}[kind]
     return Unit(num_tokens=tokens, start=start, end=start + 1, grid=grid, size=size, items=())

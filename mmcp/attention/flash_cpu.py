@@ -65,15 +65,15 @@ def partial_attention_backward(
     if _is_one_call(tiling, runs, q, k):
         return _call_backward(grad, q, k, v, out, lse, tiling.tiles[0])
     dtype = q.dtype if tiling.is_disjoint else torch.promote_types(q.dtype, torch.float32)
-    grads = tuple(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+    grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     for tile in tiling.tiles:
         for q0, q1, k0, k1 in runs:
             heads, kv = slice(q0, q1), slice(k0, k1)
             parts = _call_backward(grad[:, heads], q[:, heads], k[:, kv], v[:, kv], out[:, heads], lse[:, heads], tile)
-            grads[0][tile.q0 : tile.q1, heads] += parts[0]
-            grads[1][tile.k0 : tile.k1, kv] += parts[1]
-            grads[2][tile.k0 : tile.k1, kv] += parts[2]
-    return grads
+            grad_q[tile.q0 : tile.q1, heads] += parts[0]
+            grad_k[tile.k0 : tile.k1, kv] += parts[1]
+            grad_v[tile.k0 : tile.k1, kv] += parts[2]
+    return grad_q, grad_k, grad_v
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -139,8 +139,8 @@ def _call_backward(
     queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
     rows = [_to_kernel(x, tile) for x in (grad[queries], q[queries], k[keys], v[keys], out[queries])]
     lse_rows = _to_kernel(lse[queries][..., None], tile)[..., 0]
-    grads = flash_backward(*rows, lse_rows, 0.0, tile.causal)
-    return tuple(_from_kernel(x, tile) for x in grads)
+    grad_q, grad_k, grad_v = flash_backward(*rows, lse_rows, 0.0, tile.causal)
+    return _from_kernel(grad_q, tile), _from_kernel(grad_k, tile), _from_kernel(grad_v, tile)
 
 
 def _to_kernel(x: Tensor, tile: Tile) -> Tensor:

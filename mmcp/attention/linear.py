@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmcp.attention.base import ATTENTION, Attention, HeadShare, HeadTensor, RowInfo
-from mmcp.attention.chunks import Borders, decayed_attention
+from mmcp.attention.chunks import decayed_attention, groups_of
 from mmcp.config import config
 from mmcp.masks import Mask
 
@@ -105,10 +105,11 @@ class Linear(Attention):
     def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
         """q: [s, h, d]  k, v: [s, k, d]  ->  [s, h, d]."""
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        assert len(q) == info.mask.num_tokens, f"{len(q)} tokens in a row of {info.mask.num_tokens}"
         _check_causal(info.mask)
-        key = ("borders", self.settings.chunk)
+        key = ("chunks", self.settings.chunk)
         if key not in info.memo:
-            info.memo[key] = Borders.of(info.mask, self.settings.chunk, q.device)
+            info.memo[key] = groups_of(info.mask, self.settings.chunk, q.device)
         feature = FEATURE_MAPS[self.settings.feature_map]
         log_decay = self.settings.decays(self.num_heads)[list(heads.query_heads)].log().to(q.device)
         out = decayed_attention(feature(q), feature(k), v, log_decay, heads.kv_of_query, info.memo[key])
@@ -134,7 +135,7 @@ def reference(
             state = q.new_zeros(q.shape[1], q.shape[2], v.shape[2])
         state = decay * state + feature(k[i, kv])[:, :, None] * v[i, kv][:, None, :]
         outs.append((feature(q[i])[:, None] @ state)[:, 0] / math.sqrt(q.shape[-1]))
-    out = torch.stack(outs) if outs else q
+    out = torch.stack(outs) if outs else q + k.sum() + v.sum()
     return out * torch.rsqrt(out.square().mean(-1, keepdim=True) + settings.norm_eps)
 
 

@@ -77,6 +77,7 @@ class Softmax(Attention):
         """q: [s, h, d]  k, v: [s, k, d]  ->  [s, h, d]."""
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         mask = info.mask.with_window(self.window, self.sink)
+        assert len(q) == mask.num_tokens, f"{len(q)} tokens in a row of {mask.num_tokens}"
         if q.is_cuda:
             return gpu_attention(q, k, v, mask, heads.kv_of_query, info.memo)
         key = ("tiling", self.window, self.sink)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mmcp.attention.base import LocalAttention
@@ -36,7 +36,6 @@ def shard_parameters(
     *,
     units: Iterable[nn.Module],
     compute_dtype: torch.dtype | None = None,
-    reshard_after_forward: bool = True,
 ) -> None:
     """Shard parameters and their gradients by FSDP2 over dp_shard x ring x ulysses, in dp_replicate copies.
 
@@ -52,18 +51,13 @@ def shard_parameters(
         return
     if mesh.fsdp.handle is None:
         raise ValueError(f"compute type {compute_dtype} needs FSDP2; run inside process_group(), on one rank too")
-    options = {
-        "mesh": _parameter_mesh(mesh),
-        "reshard_after_forward": reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=compute_dtype and torch.float32, cast_forward_inputs=False
-        ),
-    }
+    device_mesh = _parameter_mesh(mesh)
+    reduce_dtype = None if compute_dtype is None else torch.float32
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for module in [*units, model]:
-        fully_shard(module, **options)
-        assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale inside a reduction
+        sharded = fully_shard(module, mesh=device_mesh, mp_policy=precision)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale inside a reduction
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
@@ -71,18 +65,20 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
     returns []  the L2 norm over all parameters of all ranks, equal on every rank
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm
 
 
 def _parameter_mesh(mesh: Mesh) -> DeviceMesh:
     """Describe the mesh to FSDP2: [fsdp], or [dp_replicate, fsdp] when there are copies."""
-    device_type, handle = mesh.device.type, mesh.fsdp.handle
-    if mesh.dp_replicate.size == 1:
-        return DeviceMesh.from_group(handle, device_type, mesh_dim_names=("fsdp",))
-    ranks = torch.arange(mesh.world.size).view(mesh.dp_replicate.size, mesh.fsdp.size)
-    handles = [mesh.dp_replicate.handle, handle]
-    return DeviceMesh.from_group(handles, device_type, mesh=ranks, mesh_dim_names=("dp_replicate", "fsdp"))
+    assert mesh.fsdp.handle is not None
+    if mesh.dp_replicate.handle is None:
+        return DeviceMesh.from_group(mesh.fsdp.handle, mesh.device.type, mesh_dim_names=("fsdp",))
+    return DeviceMesh.from_group(
+        [mesh.dp_replicate.handle, mesh.fsdp.handle],
+        mesh.device.type,
+        mesh=torch.arange(mesh.world.size).view(mesh.dp_replicate.size, mesh.fsdp.size),
+        mesh_dim_names=("dp_replicate", "fsdp"),
+    )

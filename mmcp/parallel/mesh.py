@@ -16,6 +16,8 @@ from mmcp.config import config
 from mmcp.parallel.collectives import Group, Recorder
 
 AXES = ("dp_replicate", "dp_shard", "ring", "ulysses")
+TIMEOUT = timedelta(seconds=300)  # how long a collective waits for the slowest rank
+CPU = torch.device("cpu")
 Size = Annotated[int, pydantic.Field(ge=1)]
 
 
@@ -80,12 +82,10 @@ class Mesh:
     world: Group
 
 
-def build_mesh(
-    mesh_config: MeshConfig, *, device: torch.device | None = None, timeout: timedelta | None = None
-) -> Mesh:
+def build_mesh(mesh_config: MeshConfig, *, device: torch.device = CPU, timeout: timedelta = TIMEOUT) -> Mesh:
     """Arrange the running ranks; every rank must call it, with the same config.
 
-    Without torch.distributed there is one rank. timeout: how long a collective may wait (torch's default if None).
+    Without torch.distributed there is one rank. timeout: how long a collective of its groups may wait.
     Raises ValueError when the axes' product is not the number of ranks.
     """
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
@@ -108,14 +108,14 @@ def build_mesh(
     groups = {
         name: _group(name, _lines(mesh_config.shape, axes), rank, recorders, timeout) for name, axes in members.items()
     }
-    return Mesh(config=mesh_config, rank=rank, device=device or torch.device("cpu"), **groups)
+    return Mesh(config=mesh_config, rank=rank, device=device, **groups)
 
 
 @contextmanager
 def process_group(
     device_type: str = "cpu",
     *,
-    timeout: timedelta = timedelta(seconds=120),
+    timeout: timedelta = TIMEOUT,
     init_method: str = "env://",
     rank: int = -1,
     world_size: int = -1,
@@ -125,7 +125,7 @@ def process_group(
     device_type: `cpu` talks by gloo; `cuda` by NCCL, with gloo beside it for flags and other tensors on the CPU
     init_method, rank, world_size: as in torch; by default torchrun's environment variables say them
     """
-    device, backend = torch.device("cpu"), "gloo"
+    device, backend = CPU, "gloo"
     if device_type != "cpu":
         device, backend = torch.device(device_type, dist.get_node_local_rank(0)), f"cpu:gloo,{device_type}:nccl"
         torch.cuda.set_device(device)
@@ -148,9 +148,7 @@ def _lines(shape: tuple[int, ...], axes: tuple[str, ...]) -> list[tuple[int, ...
     return [tuple(line) for line in ranks.transpose(across + along).reshape(-1, length).tolist()]
 
 
-def _group(
-    name: str, lines: list[tuple[int, ...]], rank: int, recorders: list[Recorder], timeout: timedelta | None
-) -> Group:
+def _group(name: str, lines: list[tuple[int, ...]], rank: int, recorders: list[Recorder], timeout: timedelta) -> Group:
     """Make the process groups of all lines, as torch wants every rank to do, and return the one that holds `rank`.
 
     A single rank needs none, except under FSDP2.
@@ -158,4 +156,6 @@ def _group(
     mine = next(line for line in lines if rank in line)
     needed = [line for line in lines if len(line) > 1 or (name == "fsdp" and dist.is_initialized())]
     handles = {line: dist.new_group(list(line), timeout=timeout) for line in needed}
-    return Group(name, mine, mine.index(rank), handles.get(mine), recorders)
+    handle = handles.get(mine)
+    assert handle is None or isinstance(handle, dist.ProcessGroup)
+    return Group(name, mine, mine.index(rank), handle, recorders)

@@ -5,8 +5,10 @@ Run: python -m pytest tests/parallel/test_mesh.py
 
 import pydantic
 import pytest
+import torch.distributed as dist
 
-from mmcp.parallel.mesh import MeshConfig, build_mesh
+from mmcp.parallel.collectives import agree
+from mmcp.parallel.mesh import MeshConfig, build_mesh, process_group
 
 NAMES = ("ulysses", "ring", "cp", "data", "dp_replicate", "fsdp", "world")
 
@@ -55,3 +57,15 @@ def test_sizes_that_do_not_fit_are_refused_with_their_numbers():
         build_mesh(MeshConfig(dp_shard=2, ulysses=3))
     with pytest.raises(pydantic.ValidationError, match="ring"):
         MeshConfig(ring=0)
+
+
+def test_a_process_group_ends_with_its_block(tmp_path):
+    with (
+        pytest.raises(KeyError),
+        process_group(init_method=f"file://{tmp_path}/store", rank=0, world_size=1) as device,
+    ):
+        mesh = build_mesh(MeshConfig(), device=device)
+        assert mesh.world.size == 1 and mesh.fsdp.handle is not None
+        agree(None, group=mesh.world)
+        raise KeyError
+    assert not dist.is_initialized()

@@ -163,6 +163,19 @@ def test_each_rank_sees_its_heads_of_all_tokens_in_order(rank_pool):
     assert second_back == [[10, 11, 20, 21], [38, 58]]
 
 
+def show_tokens_of_ring_group() -> list:
+    mesh = build_mesh(MeshConfig(ring=2, ulysses=2))
+    plan = plan_of_owners([0, 2, 1, 3, 1, 0, 3], 4, ring=2)
+    head = SplitTensor(2, 1, ((0, 1), (1, 2)))
+    trade = HeadExchange((head,), token_order(plan, mesh.ring.index, mesh.device), mesh.ulysses, "test")
+    local = torch.from_numpy(plan.positions(mesh.cp.index))[:, None, None].expand(-1, 2, 1).double()
+    return trade.seq_to_heads((local,))[0].flatten().tolist()
+
+
+def test_each_ring_group_sees_its_own_tokens_in_order(rank_pool):
+    assert rank_pool.run(show_tokens_of_ring_group, ranks=4) == [[0, 2, 4, 5]] * 2 + [[1, 3, 6]] * 2
+
+
 def test_one_rank_hands_the_core_the_very_tensors():
     seen = {}
 
