@@ -40,7 +40,10 @@ FINENESS = ("frames_per_second", "frame_pixels", "image_pixels", "sound")
 
 def ladder(*steps: tuple[float, int, int, bool]) -> tuple[Setting, ...]:
     """Make settings of (frames a second, pixels of a frame, pixels of an image, sound)."""
-    return tuple(Setting(**dict(zip(FINENESS, step, strict=True))) for step in steps)
+    return tuple(
+        Setting(frames_per_second=rate, frame_pixels=frame, image_pixels=image, sound=sound)
+        for rate, frame, image, sound in steps
+    )
 
 
 @config

@@ -52,6 +52,8 @@ class Packets:
     """The first picture or sound, decoded."""
     first_samples: int = 0
     """Samples of the first sound, encoder delay included."""
+    is_cut: bool = False
+    """Whether the last packet is incomplete."""
 
     def add(self, packet: av.Packet, codec: str, extradata: bytes) -> None:
         is_video = packet.stream.type == "video"
@@ -65,6 +67,11 @@ class Packets:
         skip, discard = _skipped_samples(packet)
         self.skip.append(skip)
         self.discard.append(discard)
+        self.is_cut = packet.is_corrupt
+
+    def drop_last(self) -> None:
+        for column in (self.pts, self.dts, self.duration, self.size, self.shown, self.entry, self.skip, self.discard):
+            column.pop()
 
     def decode_first(self, packet: av.Packet) -> None:
         """Decode until there is a picture or a sound."""
@@ -138,25 +145,20 @@ def _demux(container, source: MediaFile, streams: list, notes: list[str]) -> tup
         for packet in container.demux(wanted) if wanted else ():
             number = packet.stream_index
             packets = found[0 if packet.stream.type == "video" else 1]
-            if is_usable(packet):
+            if packet.size:
                 packets.add(packet, names[number], headers[number])
+            if packet.size or packet.dts is None:  # the last, without size or time, puts out what was held back
                 packets.decode_first(packet)
-                if packet.is_corrupt:
-                    notes.append("audio: the last packet is cut off by the end of the file; used up to there")
-            elif packet.size:
-                notes.append(
-                    f"{packet.stream.type}: packet {len(packets.pts)} is cut off by the end of the file; left out"
-                )
-            elif packet.dts is None:
-                packets.decode_first(packet)  # the end of the stream: put out what the decoder held back
     except av.error.FFmpegError as error:
         notes.append(f"reading stopped before the end of the file: {error.strerror}")
+    for stream in wanted:
+        packets = found[0 if stream.type == "video" else 1]
+        if packets.is_cut and names[stream.index].startswith("pcm_"):
+            notes.append("audio: the last packet is cut off by the end of the file; used up to there")
+        elif packets.is_cut:
+            packets.drop_last()
+            notes.append(f"{stream.type}: packet {len(packets.pts)} is cut off by the end of the file; left out")
     return found
-
-
-def is_usable(packet: av.Packet) -> bool:
-    """Whether a packet is counted; a pass that decodes must count as the index did. Cut PCM is good up to the cut."""
-    return packet.size > 0 and (not packet.is_corrupt or packet.stream.codec_context.name.startswith("pcm_"))
 
 
 def _skipped_samples(packet: av.Packet) -> tuple[int, int]:
@@ -236,23 +238,23 @@ def _display_times(
     usable: [f]  packets that hold a frame, in the order of the file
     """
     pts, dts = ([times[i] for i in usable] for times in (packets.pts, packets.dts))
+    steady = _continued(dts, tick, stream.time_base)
+    shifts = [0 if time is None else after - time for time, after in zip(dts, steady, strict=True)]
+    shown = [None if time is None else time + shift for time, shift in zip(pts, shifts, strict=True)]
     reorders = bool(stream.codec_context.has_b_frames)
-    derived = format_name in WITHOUT_PTS and reorders  # FFmpeg makes pts up, for H.264 and HEVC in the wrong order
-    complete = None not in pts and len(set(pts)) == len(pts)
-    if complete and not derived and not _jumps_back(dts, stream.time_base):
-        order = np.argsort(np.array(pts, dtype=np.int64))
-        return DisplayTimes(np.array(pts, dtype=np.int64)[order], usable[order], False, "")
-    ordered = complete and not (derived and stream.codec_context.codec.canonical_name in ("h264", "hevc"))
-    if ordered:
-        keys = _increasing(pts, tick, stream.time_base)
-        order = np.argsort(np.array(keys, dtype=np.int64), kind="stable")
-        shown = "by the order of their pts"
-    else:
-        keys, order = dts, np.arange(len(pts))
-        shown = "in the order the decoder puts them out" if reorders else "in the order of the file"
-    times = _spread(_increasing(dts if derived or not ordered else keys, tick, stream.time_base))
-    note = f"video: missing, repeated or broken time stamps; frames are numbered {shown}"
-    return DisplayTimes(times, usable[order], reorders and not ordered, note)
+    derived = format_name in WITHOUT_PTS and reorders
+    wrong = derived and stream.codec_context.codec.canonical_name in ("h264", "hevc")  # FFmpeg guesses these pts
+    if wrong or None in shown or len(set(shown)) != len(shown):
+        order = "in the order the decoder puts them out" if reorders else "in the order of the file"
+        note = f"video: missing or repeated time stamps; frames are numbered {order}"
+        return DisplayTimes(_spread(steady), usable, reorders, note)
+    times = np.array(shown, dtype=np.int64)
+    order = np.argsort(times)
+    if derived:
+        note = "video: the format stores no display times; frames are shown at the ticks of the file"
+        return DisplayTimes(_spread(steady), usable[order], False, note)
+    note = "video: time stamps jump back; what follows is shown after what came before" if any(shifts) else ""
+    return DisplayTimes(times[order], usable[order], False, note)
 
 
 def _decodable(packets: Packets, notes: list[str]) -> np.ndarray:
@@ -290,12 +292,7 @@ def _entries(packets: Packets, packet: np.ndarray, counted: bool) -> tuple[np.nd
     return np.array(entry_packets, dtype=np.int64), np.array(entry_frames, dtype=np.int64)
 
 
-def _jumps_back(dts: list[int | None], time_base: Fraction) -> bool:
-    known = np.array([time for time in dts if time is not None], dtype=np.int64)
-    return bool((np.diff(known) < -float(JUMP_BACK / time_base)).any()) if len(known) > 1 else False
-
-
-def _increasing(times: list[int | None], tick: int, time_base: Fraction) -> list[int]:
+def _continued(times: list[int | None], tick: int, time_base: Fraction) -> list[int]:
     """Fill missing times and close jumps back: what follows continues `tick`, one frame, after the latest before."""
     repaired: list[int] = []
     shift = 0
@@ -335,11 +332,10 @@ def _audio_track(stream: av.AudioStream, packets: Packets, notes: list[str]) -> 
     if packets.first is None:
         return None
     rate, base = packets.first.sample_rate, stream.time_base
-    missing = None in packets.pts or _jumps_back(packets.dts, base)
-    if missing:
-        notes.append("audio: missing or broken time stamps; packets follow each other")
-    tick = max(packets.duration[0], 1)
-    pts = _increasing(packets.pts, tick, base) if missing else packets.pts
+    pts = _continued(packets.pts, max(packets.duration[0], 1), base)
+    repaired = pts != packets.pts
+    if repaired:
+        notes.append("audio: missing time stamps or jumps back; packets follow each other there")
     samples, exact = _packet_samples(packets, rate, base)
     skipped, heard = _heard(packets, samples)
     if not any(heard):
@@ -367,7 +363,7 @@ def _audio_track(stream: av.AudioStream, packets: Packets, notes: list[str]) -> 
         position=np.array(position, dtype=np.int64),
         count=np.array(heard, dtype=np.int64),
         exact=exact,
-        seekable=not missing and bool((np.diff(pts) > 0).all()),
+        seekable=not repaired and bool((np.diff(pts) > 0).all()),
     )
 
 

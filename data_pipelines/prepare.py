@@ -66,6 +66,7 @@ class Shard:
         self.stream = self.files.enter_context(self._temporary(".tar").open("wb"))
         self.facts = self.files.enter_context(self._temporary(".facts").open("wb"))
         self.writer = webdataset.TarWriter(self.stream, encoder=False, mtime=0, format="GNU_FORMAT")
+        self.files.callback(self.writer.close)
 
     @property
     def size(self) -> int:

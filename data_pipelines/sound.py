@@ -30,7 +30,7 @@ from data_pipelines.track_reader import TrackReader
 BLOCK = 60  # seconds
 PREROLL = 2  # seconds
 FILTER_REACH = 64  # samples at the lower of the two rates: swresample's filter sees 16 to each side
-WEIGHTS = {"FC": 1.0, "FL": 0.6, "FR": 0.4, "LFE": 0.25, "LFE2": 0.25}
+WEIGHTS = {"FC": 1.2, "FL": 0.6, "FR": 0.4, "LFE": 0.25, "LFE2": 0.25}
 LEFT, RIGHT = 0.42, 0.28  # every other channel, by its side
 UNKNOWN = (0.6, 0.4)
 CHUNK = 1 << 16

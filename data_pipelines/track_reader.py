@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import av
 
 from data_pipelines.container import AudioTrack, VideoTrack
-from data_pipelines.demux import is_usable
 from data_pipelines.media import MediaError
 
 READ_THROUGH = 64  # packets: a shorter way ahead is read, not jumped over
@@ -48,7 +47,7 @@ class TrackReader:
 
     def _demux(self) -> Iterator[av.Packet]:
         for packet in self.container.demux(self.stream):
-            if is_usable(packet):
+            if packet.size:
                 yield packet
 
     def _seek(self, number: int) -> None:

@@ -19,10 +19,13 @@ HOP = 160  # samples from one mel frame to the next
 class PictureRule(Protocol):
     """What units must know of an image or video encoder."""
 
-    frames: int
-    """Frames of one unit."""
-    multiple: int
-    """Pixels that both sides of a picture are a multiple of."""
+    @property
+    def frames(self) -> int:
+        """Frames of one unit."""
+
+    @property
+    def multiple(self) -> int:
+        """Pixels that both sides of a picture are a multiple of."""
 
     def grid(self, size: tuple[int, ...]) -> tuple[int, int, int]:
         """Rows along time, height and width for a unit of this size."""
@@ -31,10 +34,13 @@ class PictureRule(Protocol):
 class SoundRule(Protocol):
     """What units must know of a sound encoder."""
 
-    window: int
-    """Mel frames of a whole window."""
-    frames_per_row: int
-    """Mel frames that a window's length must be a multiple of."""
+    @property
+    def window(self) -> int:
+        """Mel frames of a whole window."""
+
+    @property
+    def frames_per_row(self) -> int:
+        """Mel frames that a window's length must be a multiple of."""
 
     def grid(self, size: tuple[int, ...]) -> tuple[int, int, int]:
         """Rows along time, 1 and 1 for a window of this size."""
@@ -67,6 +73,7 @@ def frame_groups(index: ClipIndex, size: tuple[int, int], rule: PictureRule, *, 
     A group lasts from its first frame to the next group's; the last one to the end of the picture.
     """
     track = index.video
+    assert track is not None, "a clip without pictures has no frame groups"
     frames = sampled_frames(track, rate)
     groups = np.append(frames, np.repeat(frames[-1:], -len(frames) % rule.frames)).reshape(-1, rule.frames)
     first, last = track.starts(groups).min(axis=1).tolist(), track.stops(groups).max(axis=1).tolist()
@@ -92,9 +99,11 @@ def frame_groups(index: ClipIndex, size: tuple[int, int], rule: PictureRule, *, 
 def sound_windows(index: ClipIndex, rule: SoundRule) -> tuple[Unit, ...]:
     """Cut a clip's sound into windows of whole mel frames; the last is padded with silence to whole rows.
 
-    A sound shorter than one mel frame (10 ms) gives no window. The windows' `items` cover the sound once.
+    No sound, or one shorter than one mel frame (10 ms), gives no window. The windows' `items` cover the sound once.
     """
-    begin, end = index.audio_samples
+    track, (begin, end) = index.audio, index.audio_samples
+    if track is None:
+        return ()
     mel_frames = (end - begin) // HOP
     units = []
     for first in range(0, mel_frames, rule.window):
@@ -111,7 +120,7 @@ def sound_windows(index: ClipIndex, rule: SoundRule) -> tuple[Unit, ...]:
                 grid=grid,
                 size=size,
                 items=items,
-                decode=_packets(index.audio, items[0] - begin, items[1] - begin),
+                decode=_packets(track, items[0] - begin, items[1] - begin),
             )
         )
     return tuple(units)

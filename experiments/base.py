@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from encoders import ENCODERS, AudioWindows, Encoder, ImagePatches, VideoPatches
+from data_pipelines.clip import ClipConfig
+from encoders import ENCODERS, AudioWindows, Encoder, ImagePatches, TokenizerConfig, VideoPatches
 from mmcp.config import OneOf, config
 from mmcp.model.backbone import BackboneConfig
 from mmcp.model.vlm import VideoLM
@@ -17,8 +19,8 @@ from mmcp.sharding.cost import CostModel, LayerCost, Rates, row_costs
 from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.step import StepPlan, plan_step
 from mmcp.sharding.strategies import STRATEGIES
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+from mmcp.training.optim import OptimConfig
+from mmcp.training.train import TrainConfig
 
 
 @config
@@ -47,15 +49,87 @@ class ShardingConfig:
 
     strategy: str = "balanced"
     """Name of a registered sharding strategy."""
-    call_tokens: int = 4096
+    call_tokens: PositiveInt = 4096
     """Most rows that one encoder call makes (one unit at least)."""
 
     def __post_init__(self):
         if self.strategy not in STRATEGIES:
             known = ", ".join(sorted(STRATEGIES))
             raise ValueError(f"sharding strategy '{self.strategy}' is unknown; use one of {known}")
-        if self.call_tokens < 1:
-            raise ValueError(f"call_tokens={self.call_tokens} rows; use at least 1")
+
+
+@config
+class DataConfig:
+    """Where samples come from and how they are joined."""
+
+    train: str
+    """Shards to train on: a folder of `mmcp prepare`, a file, or a pattern such as shard-{000..009}.tar."""
+    held_out: str = ""
+    """Shards to evaluate on; empty: none."""
+    held_out_samples: PositiveInt = 64
+    """Samples whose mean loss is measured during training: the first of the held-out shards."""
+    documents_per_step: PositiveInt = 8
+    """Samples of one optimizer step, over all ranks."""
+    row_tokens: PositiveInt = 4096
+    """Most tokens of one packed row; a step has as many rows, and so micro-batches, as its samples need."""
+    workers: PositiveInt = 1
+    """Decode workers of each rank."""
+    prefetch: PositiveInt = 2
+    """Steps planned and decoded ahead."""
+    deadline_s: PositiveFloat = 120.0
+    """Seconds a decode job may take before its worker is killed and its sample counts as unreadable."""
+
+
+@config
+class RunConfig:
+    """Everything that decides a run."""
+
+    folder: str
+    """Where the run is written."""
+    seed: NonNegativeInt = 0
+    """Of new weights and of the order of samples."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of the computation; bfloat16 keeps float32 parameters and sums."""
+    mesh: MeshConfig = MeshConfig()
+    sharding: ShardingConfig = ShardingConfig()
+    rates: Rates = Rates()
+    """Speeds that plans are priced with."""
+    data: DataConfig
+    clip: ClipConfig
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    model: ModelConfig
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+
+    def __post_init__(self):
+        if self.clip.budget.tokens > self.data.row_tokens:
+            raise ValueError(
+                f"clip.budget.tokens={self.clip.budget.tokens} lets a sample be longer than "
+                f"data.row_tokens={self.data.row_tokens}; lower the one or raise the other"
+            )
+        if self.train.evaluate_every and not self.data.held_out:
+            raise ValueError(f"train.evaluate_every={self.train.evaluate_every} needs data.held_out; name shards there")
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Type of the parameters: bfloat16 is a type of computation only."""
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Type that FSDP2 casts parameters to; None: as they are."""
+        return torch.bfloat16 if self.dtype == "bfloat16" else None
+
+    def planner(self, vocabulary: int) -> "Planner":
+        """Make the planner of this run."""
+        costs = cost_model(
+            self.model,
+            vocabulary=vocabulary,
+            dtype=self.compute_dtype or self.parameter_dtype,
+            call_tokens=self.sharding.call_tokens,
+            rates=self.rates,
+        )
+        return Planner(self.mesh, self.sharding, costs)
 
 
 def build_model(model: ModelConfig, *, vocabulary: int, seed: int, dtype: torch.dtype) -> VideoLM:

@@ -4,7 +4,6 @@ Run:     mmcp verify experiments/configs/demo.yaml --ranks 3
 Expect:  errors near the rounding of the type: below 1e-10 in float64, below 1e-5 in float32.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,12 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from encoders.mel import finish
-from experiments.base import ModelConfig, build_model
-from mmcp.parallel.apply import shard_parameters, wrap_attention
 from mmcp.parallel.collectives import all_reduce
-from mmcp.parallel.mesh import Mesh
-from mmcp.training.media import MediaInputs
 from mmcp.training.step import StageClock, StepRunner, StepWork
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -34,23 +28,6 @@ class Outcome:
     """By row number: [s, e] final hidden states in sequence order."""
     gradients: dict[str, Tensor]
     """By parameter name: the whole gradient."""
-
-
-def make_runner(model_config: ModelConfig, mesh: Mesh, *, vocabulary: int, seed: int, dtype: torch.dtype) -> StepRunner:
-    """Build the model for this rank, wrapped and sharded as `train` does."""
-    model = build_model(model_config, vocabulary=vocabulary, seed=seed, dtype=dtype)
-    model.to(mesh.device)
-    wrap_attention(model, mesh)
-    encoders = dict(model.encoders.items())
-    shard_parameters(model, mesh, units=[*model.backbone.blocks, *dict.fromkeys(encoders.values())])
-    media = MediaInputs(
-        encoders,
-        finish=finish,
-        reduce_max=lambda values: all_reduce(values, "max", group=mesh.cp, name="loudest sound"),
-        device=mesh.device,
-    )
-    positions = model_config.backbone.positions_of
-    return StepRunner(model, mesh, media=media, positions=positions, device=mesh.device)
 
 
 def measure(runner: StepRunner, work: StepWork) -> Outcome:
@@ -89,9 +66,7 @@ def compare(one: Outcome, many: Outcome) -> dict[str, float | str]:
         for name, grad in one.gradients.items()
     }
     worst = max(errors, key=lambda name: errors[name])
-    hidden = [
-        float((many.hidden[i] - row).norm()) / max(float(row.norm()), 1e-300) for i, row in one.hidden.items()
-    ]
+    hidden = [float((many.hidden[i] - row).norm()) / max(float(row.norm()), 1e-300) for i, row in one.hidden.items()]
     return {
         "loss_rel": abs(many.loss - one.loss) / max(abs(one.loss), 1e-300),
         "hidden_rel": max(hidden, default=0.0),

@@ -74,7 +74,8 @@ def interleave(
 
         <0.0> V  A A  <1.0> V  A A        text, video, audio (2 units), text, video, audio (2 units)
     """
-    pieces = [(unit, track) for track in tracks for unit in track.units] + [(caption, None) for caption in captions]
+    pieces: list[tuple[Unit | TimedText, Track | None]] = [(unit, track) for track in tracks for unit in track.units]
+    pieces += [(caption, None) for caption in captions]
     scale = lcm(*(piece.start.denominator for piece, _ in pieces))
     keys = [
         (piece.start.numerator * (scale // piece.start.denominator), ORDER[track.kind if track else "text"])
@@ -85,17 +86,17 @@ def interleave(
     running: Track | None = None
     for number in sorted(range(len(pieces)), key=keys.__getitem__):
         piece, track = pieces[number]
-        if run and (track is not running or running.stamped):
+        if running and (track is not running or running.stamped):
             segments.append(_media(running, run))
             run = []
-        if track is None:
+        running = track
+        if isinstance(piece, TimedText):
             segments.append(_words(piece.ids, piece))
             continue
-        if track.stamped:
+        if track and track.stamped:
             segments.append(_words(tuple(stamp(piece.start)), piece))
         run.append(piece)
-        running = track
-    return [*segments, _media(running, run)] if run else segments
+    return [*segments, _media(running, run)] if running else segments
 
 
 def _words(ids: tuple[int, ...], piece: Unit | TimedText) -> Segment:

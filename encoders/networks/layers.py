@@ -61,15 +61,18 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+AMPLITUDE = 0.1  # of positions: as large as the features of a new network, they drown them and slow learning
+
+
 def sine_positions(positions: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
     """Sines and cosines of whole positions at wavelengths from 2 pi to 2 pi 10000, as in "Attention is all you need".
 
     positions: [p] integers
-    returns:   [p, channels] of `dtype`, computed in float32 or wider
+    returns:   [p, channels] of `dtype`, within AMPLITUDE of 0, computed in float32 or wider
     """
     half = torch.arange(channels // 2, device=positions.device, dtype=wide(dtype))
     angles = positions[:, None].to(wide(dtype)) * 10000.0 ** (-2 * half / channels)
-    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(dtype)
+    return (AMPLITUDE * torch.cat([angles.sin(), angles.cos()], dim=-1)).to(dtype)
 
 
 def initialise(module: nn.Module, layers: int) -> None:

@@ -3,6 +3,8 @@
 BatchNorm is frozen in its stored statistics, since a unit's rows must not depend on the units encoded beside it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -30,7 +32,7 @@ class TimmVision(nn.Module):
         self.config = config
         self.backbone: Any = without_unused(create(config.model), config.model)
         if config.checkpoint:
-            load(self.backbone, config.checkpoint, left_out=unused(config.model)[0])
+            load(self.backbone, config.checkpoint, left_out=unused(config.model))
         features = config.frames * config.merge**2 * self.backbone.num_features
         self.norm = nn.LayerNorm(features)
         self.projector = Projector(features, width)
@@ -98,25 +100,34 @@ def feature_map(backbone: Any, pixels: Tensor) -> Tensor:
     return features if channels_last else rearrange(features, "n c h w -> n h w c")
 
 
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Make tensors without memory, and leave torch's generator as it was: asking must not change what is drawn next."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        yield
+
+
 @cache
-def unused(model: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the map of features does not depend on: parts for pooling and classes, and single parameters."""
-    with torch.device("meta"):
+def unused(model: str) -> tuple[str, ...]:
+    """Name the parts of a model that its map of features does not depend on: those for pooling and classes.
+
+    Raises ValueError when a part is used only partly, since what is not used would never get a gradient.
+    """
+    with shapes_only():
         backbone = create(model)
         feature_map(backbone, torch.zeros(1, *backbone.pretrained_cfg["input_size"])).sum().backward()
-    idle = {name for name, parameter in backbone.named_parameters() if parameter.grad is None}
-    used = {name.split(".")[0] for name, _ in backbone.named_parameters() if name not in idle}
-    parts = tuple(sorted({name.split(".")[0] for name in idle if "." in name} - used))
-    return parts, tuple(sorted(name for name in idle if name.split(".")[0] not in parts))
+    idle = [name for name, parameter in backbone.named_parameters() if parameter.grad is None]
+    used = {name.split(".")[0] for name, parameter in backbone.named_parameters() if parameter.grad is not None}
+    shared = [name for name in idle if "." not in name or name.split(".")[0] in used]
+    if shared:
+        raise ValueError(f"timm model '{model}' has parameters that its features do not use ({', '.join(shared)})")
+    return tuple(sorted({name.split(".")[0] for name in idle}))
 
 
 def without_unused(backbone: Any, model: str) -> Any:
-    """Take out the parts of `unused`, and leave its single parameters untrained: they would never get a gradient."""
-    parts, parameters = unused(model)
-    for part in parts:
+    """Take out the parts of `unused`."""
+    for part in unused(model):
         setattr(backbone, part, nn.Identity())
-    for name in parameters:
-        backbone.get_parameter(name).requires_grad_(False)
     return backbone
 
 
@@ -147,14 +158,14 @@ def load(backbone: Any, path: str, *, left_out: tuple[str, ...]) -> None:
 @cache
 def stride(model: str) -> int:
     """Pixels along a side of the picture that make one feature."""
-    with torch.device("meta"):
+    with shapes_only():
         return create(model).feature_info[-1]["reduction"]
 
 
 @cache
 def places(model: str, height: int, width: int) -> tuple[int, int]:
     """Rows and columns of features a model gives for a picture; raises ValueError for a size it does not take."""
-    with torch.device("meta"):
+    with shapes_only():
         backbone = create(model)
         try:
             features = feature_map(backbone, torch.zeros(1, 3, height, width))
@@ -181,7 +192,7 @@ def smallest(model: str, multiple: int) -> tuple[int, int]:
         places(model, multiple, multiple)
         return multiple, multiple
     except ValueError:
-        with torch.device("meta"):
+        with shapes_only():
             return tuple(create(model).pretrained_cfg["input_size"][1:])
 
 
@@ -195,7 +206,7 @@ def measure(config: TimmEncoder, size: tuple[int, ...], width: int) -> tuple[int
         return tensor
 
     cpu_attention = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
-    with torch.device("meta"):
+    with shapes_only():
         module = TimmVision(replace(config, checkpoint=""), width)
     with FakeTensorMode():  # a processor's kernels are chosen, nothing is computed
         module._apply(lambda weight: torch.empty(weight.shape, dtype=weight.dtype))

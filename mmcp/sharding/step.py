@@ -45,6 +45,11 @@ class StepPlan:
         """Encoder calls of `kind` that every rank of every group makes in this micro-batch."""
         return max(self.row(group, micro_batch)[2].num_calls(kind) for group in range(len(self.groups)))
 
+    def to_json(self) -> str:
+        """Return the deal and the plan of every row as JSON."""
+        plans = ",".join(plan.to_json() for plan in self.plans)
+        return f'{{"digest":"{self.digest}","groups":{json.dumps(self.groups)},"rows":[{plans}]}}'
+
     @cached_property
     def digest(self) -> str:
         """Sixteen hex digits over the plans' digests and the deal."""

@@ -151,7 +151,7 @@ def reference_block(tokens, weights, name, heads):
 
 def sines(position, channels):
     angles = [position / 10000 ** (2 * i / channels) for i in range(channels // 2)]
-    return torch.tensor(angles, dtype=torch.float64).sin(), torch.tensor(angles, dtype=torch.float64).cos()
+    return [0.1 * wave(torch.tensor(angles, dtype=torch.float64)) for wave in (torch.sin, torch.cos)]
 
 
 def project(features, weights):

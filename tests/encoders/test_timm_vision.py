@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from encoders import ImageTimm, VideoTimm
+from encoders.networks.timm_vision import measure, places, stride, unused
 
 
 def test_rows_hold_the_features_of_their_places():
@@ -78,3 +79,16 @@ def test_batch_norm_does_not_mix_units():
     module = ImageTimm(model="test_resnet", merge=1).build(8).train().double()
     x = torch.randint(0, 256, (2, 64, 64, 3), dtype=torch.uint8)
     torch.testing.assert_close(module(x)[:4], module(x[:1]), rtol=1e-10, atol=1e-10)
+
+
+def test_asking_about_a_model_does_not_change_what_is_drawn_next():
+    config = ImageTimm(model="test_vit2")
+    torch.manual_seed(0)
+    fresh = config.build(8).state_dict()
+    for function in (unused, stride, places, measure):
+        function.cache_clear()
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    config.flops((32, 32), width=8)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, fresh[name]) for name, value in config.build(8).state_dict().items())

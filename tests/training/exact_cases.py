@@ -8,7 +8,8 @@ import torch
 
 from encoders import AudioWindows, ImagePatches, VideoPatches
 from experiments.base import ModelConfig, Planner, ShardingConfig, cost_model
-from experiments.verify import Outcome, make_runner, measure
+from experiments.runtime import make_runner
+from experiments.verify import Outcome, measure
 from mmcp.attention import LinearConfig, SoftmaxConfig
 from mmcp.model.backbone import BackboneConfig
 from mmcp.parallel.mesh import MeshConfig, build_mesh
