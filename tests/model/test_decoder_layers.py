@@ -1,6 +1,6 @@
 """Norm and gated product against their formulas through autograd; what they keep for backward is counted.
 
-Run: python -m pytest tests/model/test_layers.py
+Run: python -m pytest tests/model/test_decoder_layers.py
 """
 
 import pytest
