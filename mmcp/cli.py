@@ -105,8 +105,9 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 def _prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("manifest", type=Path, metavar="MANIFEST", help="JSONL file, one sample a line")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the shards and their index")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes that read media (default: 1)")
-    parser.add_argument("--strict", action="store_true", help="stop at the first sample that cannot be used")
+    bad = parser.add_mutually_exclusive_group()
+    bad.add_argument("--strict", action="store_true", help="stop at the first row that cannot be used")
+    bad.add_argument("--skip-bad", action="store_true", help="count it a success when some rows were rejected")
     _add_json(parser)
 
 
@@ -165,7 +166,7 @@ VERBS = {
         Verb(
             "prepare",
             "turn media and a JSONL manifest into shards and an index",
-            "mmcp prepare clips/manifest.jsonl --out shards/ --workers 4",
+            "mmcp prepare clips/manifest.jsonl --out shards/",
             "experiments.prepare:run",
             _prepare,
         ),

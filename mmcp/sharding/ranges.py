@@ -1,6 +1,7 @@
 """Sets of integers as ascending, disjoint, half-open ranges: what a plan stores instead of index tensors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -52,3 +53,58 @@ def cut(total: int, lengths: Iterable[int]) -> tuple[Ranges, ...]:
         start += length
     assert start == total, f"pieces end at {start}, expected {total}"
     return tuple(pieces)
+
+
+def even_bounds(total: int, parts: int) -> list[int]:
+    """Bounds of `parts` consecutive pieces of 0..total that differ by at most 1: even_bounds(5, 2) -> [0, 2, 5]."""
+    return [part * total // parts for part in range(parts + 1)]
+
+
+def by_rank(ranks: np.ndarray, num_ranks: int) -> tuple[Ranges, ...]:
+    """Group indices by the rank of each: by_rank([1, 0, 1, 1], 2) -> (((1, 2),), ((0, 1), (2, 4)))."""
+    order = np.argsort(ranks, kind="stable")
+    stops = np.cumsum(np.bincount(ranks, minlength=num_ranks))
+    return tuple(as_ranges(indices) for indices in np.split(order, stops[:-1]))
+
+
+def split(ranges: Ranges, parts: int) -> tuple[Ranges, ...]:
+    """Cut a set, in order, into even parts: split(((0, 2), (6, 9)), 2) -> (((0, 2),), ((6, 9),))."""
+    bounds = even_bounds(size(ranges), parts)
+    return tuple(slice_ranges(ranges, low, high) for low, high in pairwise(bounds))
+
+
+def slice_ranges(ranges: Ranges, low: int, high: int) -> Ranges:
+    """Keep the low-th to (high - 1)-th integer of a set: slice_ranges(((0, 2), (6, 9)), 1, 4) -> ((1, 2), (6, 8))."""
+    kept, before = [], 0
+    for start, stop in ranges:
+        first, last = max(low - before, 0), min(high - before, stop - start)
+        if first < last:
+            kept.append((start + first, start + last))
+        before += stop - start
+    return tuple(kept)
+
+
+def part_of(parts: Sequence[Ranges], indices: np.ndarray) -> np.ndarray:
+    """Number of the part that holds each index; parts do not overlap and cover the indices."""
+    starts, _, owners = pieces(parts)
+    return owners[np.searchsorted(starts, indices, side="right") - 1] if len(owners) else np.zeros_like(indices)
+
+
+def pieces(parts: Sequence[Ranges]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """List all ranges of parts that do not overlap, ascending: starts, stops and part of each, [pieces] int64."""
+    listed = sorted((start, stop, part) for part, ranges in enumerate(parts) for start, stop in ranges)
+    starts, stops, owners = np.array(listed, dtype=np.int64).reshape(-1, 3).T
+    return starts, stops, owners
+
+
+def overlapping(starts: np.ndarray, stops: np.ndarray, lows: np.ndarray, highs: np.ndarray):
+    """Pair intervals with the pieces they meet: [pairs] interval numbers and [pairs] piece numbers, both ascending.
+
+    Pieces starts[i]..stops[i] ascend without overlap; interval i is lows[i]..highs[i].
+    overlapping([0, 4], [4, 8], [3, 5], [6, 7]) -> [0, 0, 1], [0, 1, 1]
+    """
+    first = np.searchsorted(stops, lows, side="right")
+    last = np.searchsorted(starts, highs, side="left")
+    counts = np.maximum(last - first, 0)
+    interval = np.repeat(np.arange(len(lows)), counts)
+    return interval, np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts - first, counts)

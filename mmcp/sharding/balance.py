@@ -1,0 +1,202 @@
+"""How even a plan is: what each rank does, and the slowest rank against the least that any plan must do.
+
+Denominators are the least total work (each needed frame decoded once, each unit encoded once, each token and label
+row once) divided by the ranks, never the plan's own mean: doing things twice never looks balanced.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmcp.sequence import KINDS, TokenSequence
+from mmcp.sharding.cost import RowCosts
+from mmcp.sharding.plan import ShardPlan
+from mmcp.sharding.ranges import as_indices, even_bounds, overlapping, pieces, size
+
+COSTS = ("decode", "encode", "linear", "attention", "labels", "memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """What each rank of a plan does; lists have one entry per rank and hold exact integers."""
+
+    by_modality: list[dict[str, int]]
+    """Tokens held, by kind."""
+    encoder_flops_by_modality: list[dict[str, int]]
+    """Encoder FLOPs, by kind of medium."""
+    decode_ns: list[int]
+    frames: list[int]
+    """Video frames decoded."""
+    encoder_flops: list[int]
+    linear_flops: list[int]
+    attention_flops: list[int]
+    label_rows: list[int]
+    routed: list[list[int]]
+    """[ranks][ranks]: embedding rows that rank i encodes and rank j holds."""
+    bytes: list[int]
+    fragments: list[int]
+    """Token ranges."""
+    imbalance: dict[str, float]
+    """Per entry of COSTS: slowest rank / (least total / ranks); 1.0 when there is no such work."""
+    step_ns: int
+    """Step time of the plan: decoding of the next batch beside the compute stages, each waiting for its slowest."""
+    least_step_ns: int
+    """The same with every stage at its least mean."""
+
+    @property
+    def routed_rows(self) -> list[int]:
+        """Per rank: embedding rows that leave it."""
+        return [sum(row) - row[rank] for rank, row in enumerate(self.routed)]
+
+    @property
+    def makespan_ratio(self) -> float:
+        return self.step_ns / self.least_step_ns if self.least_step_ns else 1.0
+
+
+def balance(sequence: TokenSequence, plan: ShardPlan, costs: RowCosts) -> Balance:
+    """Price a plan of `sequence`."""
+    model, ranks = costs.model, plan.ranks
+    held = np.array(plan.lengths, dtype=np.int64)
+    decode_units, decoders = _flat([as_indices(part) for part in plan.decode])
+    encode_units, encoders = _flat([as_indices(part) for part in plan.encode])
+    decode_ns, frames = costs.decoding(decode_units, decoders, ranks)
+    encoder_flops = _sum_by(encoders, costs.flops[encode_units], ranks)
+    labels = [size(part) for part in plan.scored]
+    resident = _sum_by(decoders, costs.bytes[decode_units], ranks) + held * model.token_bytes
+    resident = (resident + np.array(labels, dtype=np.int64) * model.label_bytes).tolist()
+    attention, attention_ns = _attention(plan, costs)
+    linear = [tokens * model.linear_flops for tokens in plan.lengths]
+    work = {
+        "decode": (decode_ns.tolist(), costs.least_decoding[0]),
+        "encode": (encoder_flops.tolist(), int(costs.flops.sum())),
+        "linear": (linear, costs.num_tokens * model.linear_flops),
+        "attention": (attention, costs.total_attention_flops),
+        "labels": (labels, costs.num_labels),
+        "memory": (resident, costs.total_bytes),
+    }
+    stages = sum(model.ns(max(work[name][0])) for name in ("encode", "linear"))
+    stages += model.ns(max(labels) * model.label_flops) + attention_ns
+    return Balance(
+        by_modality=_tokens_by_modality(sequence, plan),
+        encoder_flops_by_modality=_flops_by_modality(costs, encode_units, encoders, ranks),
+        decode_ns=decode_ns.tolist(),
+        frames=frames.tolist(),
+        encoder_flops=encoder_flops.tolist(),
+        linear_flops=linear,
+        attention_flops=attention,
+        label_rows=labels,
+        routed=_routed(plan, encode_units, encoders),
+        bytes=resident,
+        fragments=[len(part) for part in plan.tokens],
+        imbalance={name: _ratio(max(each), least, ranks) for name, (each, least) in work.items()},
+        step_ns=max(int(decode_ns.max()) // model.rates.decoders, stages),
+        least_step_ns=max(
+            costs.least_decoding[0] // model.rates.decoders // ranks, model.ns(costs.total_flops) // ranks
+        ),
+    )
+
+
+def inspect_record(plan: ShardPlan, result: Balance, *, plan_ms: float) -> dict:
+    """Return what `mmcp inspect --json` prints for one plan."""
+    return {
+        "tokens": plan.num_tokens,
+        "ranks": plan.ranks,
+        "strategy": plan.strategy,
+        "per_rank": [
+            {
+                "rank": rank,
+                "tokens": plan.lengths[rank],
+                "by_modality": result.by_modality[rank],
+                "decode_s": result.decode_ns[rank] / 1e9,
+                "encoder_flops": result.encoder_flops[rank],
+                "linear_flops": result.linear_flops[rank],
+                "attention_flops": result.attention_flops[rank],
+                "label_rows": result.label_rows[rank],
+                "routed_rows": result.routed_rows[rank],
+                "bytes": result.bytes[rank],
+                "fragments": result.fragments[rank],
+            }
+            for rank in range(plan.ranks)
+        ],
+        "imbalance": result.imbalance,
+        "makespan_ratio": result.makespan_ratio,
+        "plan_ms": plan_ms,
+        "digest": plan.digest,
+    }
+
+
+def _attention(plan: ShardPlan, costs: RowCosts) -> tuple[list[int], int]:
+    """Return the FLOPs of each rank, and the nanoseconds that attention takes, ring stages hop by hop."""
+    flops, nanoseconds = [0] * plan.ranks, 0
+    held = [size(group) for group in plan.group_tokens]
+    for layer, pairs in zip(costs.model.layers, costs.group_pairs(plan.group_tokens), strict=True):
+        if layer.mode == "state":
+            each = [layer.flops(layer.heads, 0, tokens) for tokens in plan.lengths]
+            slowest = max(each)
+        else:
+            heads = np.diff(even_bounds(layer.heads, plan.ulysses)).tolist()
+            rows = pairs.sum(axis=1).tolist()
+            each = [layer.flops(share, *group) for group in zip(rows, held, strict=True) for share in heads]
+            slowest = layer.flops(max(heads), _slowest_hops(pairs), max(held))
+        flops = [before + more for before, more in zip(flops, each, strict=True)]
+        nanoseconds += costs.model.ns(slowest)
+    return flops, nanoseconds
+
+
+def _slowest_hops(pairs: np.ndarray) -> int:
+    """Sum over hops of the most pairs of any group; at hop j, group i has the keys of group i - j."""
+    ring = len(pairs)
+    groups = np.arange(ring)
+    return sum(int(pairs[groups, (groups - hop) % ring].max()) for hop in range(ring))
+
+
+def _tokens_by_modality(sequence: TokenSequence, plan: ShardPlan) -> list[dict[str, int]]:
+    """Count the tokens of each kind that each rank holds, from ranges alone."""
+    starts, stops, owners = pieces(plan.tokens)
+    bounds = sequence.offsets
+    counts = {}
+    for kind in KINDS:
+        of_kind = [segment.num_tokens if segment.kind == kind else 0 for segment in sequence.segments]
+        before = np.concatenate([[0], np.cumsum(of_kind, dtype=np.int64)])
+        inside = _interpolate(stops, bounds, before) - _interpolate(starts, bounds, before)
+        counts[kind] = _sum_by(owners, inside, plan.ranks)
+    return [{kind: int(counts[kind][rank]) for kind in KINDS} for rank in range(plan.ranks)]
+
+
+def _interpolate(positions: np.ndarray, bounds: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Tokens of a kind before each position: `before` counts them at the bounds of segments."""
+    segment = np.searchsorted(bounds, positions, side="right") - 1
+    following = np.minimum(segment + 1, len(bounds) - 1)
+    return before[segment] + np.minimum(positions - bounds[segment], before[following] - before[segment])
+
+
+def _flops_by_modality(costs: RowCosts, units: np.ndarray, ranks: np.ndarray, num_ranks: int) -> list[dict[str, int]]:
+    table = np.zeros((num_ranks, len(KINDS)), dtype=np.int64)
+    np.add.at(table, (ranks, costs.kinds[units]), costs.flops[units])
+    return [{kind: int(row[number]) for number, kind in enumerate(KINDS) if number} for row in table]
+
+
+def _routed(plan: ShardPlan, units: np.ndarray, ranks: np.ndarray) -> list[list[int]]:
+    """Count the rows that rank i encodes and rank j holds, from ranges alone."""
+    starts, stops, owners = pieces(plan.tokens)
+    bounds = np.array(plan.unit_ranges, dtype=np.int64).reshape(-1, 2)[units]
+    unit, piece = overlapping(starts, stops, *bounds.T)
+    rows = np.minimum(stops[piece], bounds[unit, 1]) - np.maximum(starts[piece], bounds[unit, 0])
+    counts = np.zeros((plan.ranks, plan.ranks), dtype=np.int64)
+    np.add.at(counts, (ranks[unit], owners[piece]), rows)
+    return counts.tolist()
+
+
+def _flat(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Join the indices of all ranks: the indices, and the rank of each."""
+    return np.concatenate(parts), np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+
+
+def _sum_by(ranks: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndarray:
+    sums = np.zeros(num_ranks, dtype=np.int64)
+    np.add.at(sums, ranks, values)
+    return sums
+
+
+def _ratio(most: int, least_total: int, num_ranks: int) -> float:
+    return most * num_ranks / least_total if least_total else 1.0

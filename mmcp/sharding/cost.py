@@ -1,0 +1,264 @@
+"""What a row costs: decoding, encoding, per-token work, attention, label rows and memory, from metadata alone.
+
+All costs are integers (FLOPs, nanoseconds, bytes), so a plan made from them is the same in every process. Decoding is
+not additive: units shown by one group of pictures share the frames before them, so decoding is priced on spans.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from mmcp.config import config
+from mmcp.sequence import KINDS, TokenSequence
+from mmcp.sharding import pairs
+from mmcp.sharding.ranges import Ranges
+
+
+@config
+class Rates:
+    """What one rank does in a second; measured once on rank 0, stored with the run and kept on resume."""
+
+    flops_per_second: int = 20_000_000_000
+    """Floating-point operations a second in matrix products and attention."""
+    decode_ns_per_megapixel: int = 2_000_000
+    """Nanoseconds to decode a megapixel of native video."""
+    convert_ns_per_megapixel: int = 1_500_000
+    """Nanoseconds to turn a megapixel of a native frame or image into the encoder's input."""
+    image_ns_per_megapixel: int = 10_000_000
+    """Nanoseconds to decompress a megapixel of an image file."""
+    packet_ns: int = 40_000
+    """Nanoseconds to decode and resample one packet of sound."""
+    seek_ns: int = 2_000_000
+    """Nanoseconds to find a safe start."""
+    decoders: int = 1
+    """Decoders of a rank that work beside its compute stages."""
+
+
+DEFAULT_RATES = {
+    "cpu": Rates(),
+    "cuda": Rates(flops_per_second=200_000_000_000_000, decoders=4),
+}
+"""Rates by device type for runs that measured none: one core; a data-centre GPU at about a third of its peak."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """Forward cost of the attention of `count` equal layers, and how it is spread over ranks."""
+
+    count: int
+    """Layers of this kind."""
+    heads: int
+    """Query heads of one layer."""
+    pair_flops: int
+    """FLOPs per allowed (query, key) pair and query head: 4 d for softmax attention."""
+    token_flops: int
+    """FLOPs per token and query head that do not depend on the mask: recurrent layers."""
+    window: int = 0
+    """Keys a query may look back on, itself included; 0: all."""
+    mode: str = "ulysses"
+    """`ulysses`: each rank computes some heads of its ring chunk; `state`: all heads of its own tokens."""
+
+    def flops(self, heads: int, num_pairs: int, num_tokens: int) -> int:
+        """Forward FLOPs of these layers for some heads, pairs and tokens."""
+        return self.count * heads * (self.pair_flops * num_pairs + self.token_flops * num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Integer costs of encoders and backbone; the configs of these supply the numbers and functions."""
+
+    encoder_flops: Mapping[str, Callable[[tuple[int, ...]], int]]
+    """By kind: forward FLOPs of one unit of a size."""
+    encoder_bytes: Mapping[str, Callable[[tuple[int, ...]], int]]
+    """By kind: resident bytes of one unit of a size: input and what the encoder keeps for backward."""
+    linear_flops: int
+    """Forward FLOPs per token in projections and MLPs, all layers together."""
+    layers: tuple[LayerCost, ...]
+    """Attention of the backbone, grouped by kind of layer."""
+    label_flops: int
+    """Forward FLOPs per label row in the head."""
+    token_bytes: int
+    """Resident bytes per token: what the backbone keeps for backward."""
+    label_bytes: int
+    """Resident bytes per label row."""
+    row_bytes: int
+    """Bytes of one embedding row on its way from encoder to owner."""
+    call_tokens: int
+    """Most rows of one encoder call."""
+    rates: Rates
+    passes: int = 3
+    """Forward passes' worth of FLOPs in a step: forward, and backward at twice its cost."""
+
+    def ns(self, flops: int) -> int:
+        """Nanoseconds of a training step for `flops` forward FLOPs; exact integers of any size."""
+        return self.passes * flops * 1_000_000_000 // self.rates.flops_per_second
+
+
+@dataclass(frozen=True, eq=False)
+class RowCosts:
+    """The costs of one row as columns; u is its number of units."""
+
+    model: CostModel
+    num_tokens: int
+    num_labels: int
+    kinds: np.ndarray
+    """[u] int64: index of each unit's kind in KINDS."""
+    rows: np.ndarray
+    """[u] int64: embedding rows of each unit."""
+    streams: np.ndarray
+    """[u] int64: number of the (source, stream) it is decoded from, by first appearance."""
+    spans: np.ndarray
+    """[u, 2] int64: first and last + 1 frame or packet to decode, in decode order; equal when there are none."""
+    frame_ns: np.ndarray
+    """[u] int64: nanoseconds per decoded frame or packet."""
+    output_ns: np.ndarray
+    """[u] int64: nanoseconds that do not depend on what else is decoded."""
+    flops: np.ndarray
+    """[u] int64: forward FLOPs of encoding."""
+    bytes: np.ndarray
+    """[u] int64: resident bytes."""
+    mask: np.ndarray
+    """[bands, 6] int64: the mask as bands (see mmcp.sharding.pairs)."""
+
+    @property
+    def num_units(self) -> int:
+        return len(self.flops)
+
+    @cached_property
+    def pairs(self) -> tuple[int, ...]:
+        """Per entry of `model.layers`: allowed (query, key) pairs of the row."""
+        return tuple(
+            pairs.total_pairs(pairs.within_window(self.mask, layer.window)) if layer.pair_flops else 0
+            for layer in self.model.layers
+        )
+
+    def group_pairs(self, groups: tuple[Ranges, ...]) -> tuple[np.ndarray, ...]:
+        """Per entry of `model.layers`: pairs [ring, ring] between queries of group i and keys of group j."""
+        nothing = np.zeros((len(groups), len(groups)), dtype=np.int64)
+        return tuple(
+            pairs.group_pairs(pairs.within_window(self.mask, layer.window), groups) if layer.pair_flops else nothing
+            for layer in self.model.layers
+        )
+
+    def decoding(self, units: np.ndarray, ranks: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+        """Price decoding unit units[i] on ranks[i]: nanoseconds and frames of each rank, both [num_ranks] int64.
+
+        A rank runs through each frame once, however many of its units need it, and seeks where its spans have a gap.
+        """
+        moving = self.spans[units, 1] > self.spans[units, 0]
+        ns = np.zeros(num_ranks, dtype=np.int64)
+        frames = np.zeros(num_ranks, dtype=np.int64)
+        np.add.at(ns, ranks, self.output_ns[units])
+        fresh, seeks, units, ranks = new_frames(self, units[moving], ranks[moving])
+        np.add.at(ns, ranks, fresh * self.frame_ns[units] + seeks * self.model.rates.seek_ns)
+        video = self.kinds[units] == KINDS.index("video")
+        np.add.at(frames, ranks[video], fresh[video])
+        return ns, frames
+
+    @cached_property
+    def least_decoding(self) -> tuple[int, int]:
+        """Nanoseconds and frames of decoding every needed frame of the row once."""
+        ns, frames = self.decoding(np.arange(self.num_units), np.zeros(self.num_units, dtype=np.int64), 1)
+        return int(ns[0]), int(frames[0])
+
+    @property
+    def total_flops(self) -> int:
+        """Forward FLOPs of encoding, linear work, attention and label rows, each done once."""
+        return (
+            int(self.flops.sum())
+            + self.num_tokens * self.model.linear_flops
+            + self.num_labels * self.model.label_flops
+            + self.total_attention_flops
+        )
+
+    @property
+    def total_attention_flops(self) -> int:
+        """Forward FLOPs of attention, all layers and heads."""
+        layers = zip(self.model.layers, self.pairs, strict=True)
+        return sum(layer.flops(layer.heads, count, self.num_tokens) for layer, count in layers)
+
+    @property
+    def total_bytes(self) -> int:
+        """Resident bytes of the row with everything held once."""
+        model = self.model
+        return int(self.bytes.sum()) + self.num_tokens * model.token_bytes + self.num_labels * model.label_bytes
+
+
+def row_costs(sequence: TokenSequence, model: CostModel) -> RowCosts:
+    """Price one row. Raises ValueError when the model has no encoder for a kind of unit in the row."""
+    units = sequence.units
+    kinds = [KINDS.index(segment.kind) for segment in sequence.segments for _ in segment.units]
+    streams: dict[tuple[str, int], int] = {}
+    numbers = [
+        streams.setdefault((segment.source, segment.stream), len(streams))
+        for segment in sequence.segments
+        for _ in segment.units
+    ]
+    flops, resident = _by_size(sequence, model.encoder_flops), _by_size(sequence, model.encoder_bytes)
+    pixels = _column([unit.native[0] * unit.native[1] for unit in units])
+    kind = _column(kinds)
+    return RowCosts(
+        model=model,
+        num_tokens=sequence.num_tokens,
+        num_labels=len(sequence.label_positions),
+        kinds=kind,
+        rows=_column([unit.num_tokens for unit in units]),
+        streams=_column(numbers),
+        spans=np.array([unit.decode for unit in units], dtype=np.int64).reshape(-1, 2),
+        frame_ns=_frame_ns(kind, pixels, model.rates),
+        output_ns=_output_ns(kind, pixels, _column([len(unit.items) for unit in units]), model.rates),
+        flops=flops,
+        bytes=resident,
+        mask=pairs.bands(sequence),
+    )
+
+
+def new_frames(costs: RowCosts, units: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Say how many frames each unit adds to what its rank decodes anyway: fresh, seeks, units, ranks, reordered.
+
+    Frames 0..4 and 2..6 on one rank: fresh = 4, 2 and seeks = 1, 0; on two ranks: 4, 4 and 1, 1.
+    """
+    order = np.lexsort((units, costs.spans[units, 0], costs.streams[units], ranks))
+    units, ranks = units[order], ranks[order]
+    starts, stops = costs.spans[units].T
+    streams = costs.streams[units]
+    reader = np.cumsum((np.diff(ranks, prepend=-1) != 0) | (np.diff(streams, prepend=-1) != 0))
+    shift = reader * (int(stops.max(initial=0)) + 1)  # each reader's frames follow those of the reader before
+    reached = np.concatenate([[0], np.maximum.accumulate(stops + shift)[:-1]]) if len(units) else shift
+    fresh = np.maximum(stops + shift - np.maximum(reached, starts + shift), 0)
+    return fresh, (starts + shift > reached).astype(np.int64), units, ranks
+
+
+def _by_size(sequence: TokenSequence, function: Mapping[str, Callable[[tuple[int, ...]], int]]) -> np.ndarray:
+    """Ask `function` of each kind once per size: [u] int64."""
+    known: dict[tuple[str, tuple[int, ...]], int] = {}
+    column = []
+    for segment in sequence.segments:
+        for unit in segment.units:
+            key = (segment.kind, unit.size)
+            if key not in known:
+                if segment.kind not in function:
+                    raise ValueError(
+                        f"the row has {segment.kind} units, but the model has encoders for "
+                        f"{', '.join(sorted(function)) or 'nothing'} only; add an encoder for {segment.kind}"
+                    )
+                known[key] = int(function[segment.kind](unit.size))
+            column.append(known[key])
+    return _column(column)
+
+
+def _frame_ns(kinds: np.ndarray, pixels: np.ndarray, rates: Rates) -> np.ndarray:
+    video = np.maximum(1, pixels * rates.decode_ns_per_megapixel // 1_000_000)
+    return np.where(kinds == KINDS.index("audio"), rates.packet_ns, video)
+
+
+def _output_ns(kinds: np.ndarray, pixels: np.ndarray, items: np.ndarray, rates: Rates) -> np.ndarray:
+    video = items * pixels * rates.convert_ns_per_megapixel // 1_000_000
+    image = pixels * (rates.image_ns_per_megapixel + rates.convert_ns_per_megapixel) // 1_000_000
+    return np.select([kinds == KINDS.index("video"), kinds == KINDS.index("image")], [video, image], 0)
+
+
+def _column(values: list[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
