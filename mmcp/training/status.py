@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mmcp.parallel.collectives import Group, RankError, all_gather_json, all_reduce
+from mmcp.parallel.collectives import Group, all_gather_json, all_reduce
 from mmcp.sharding.step import StepPlan
 
 
@@ -27,7 +27,7 @@ def exchange_status(
     """Exchange one status word per document, the plan's digest and the wish to stop: one all-reduce.
 
     faults: by (row, document): what this rank could not read, and why; told to the others only when there are any
-    Raises RankError on every rank when the ranks hold different plans.
+    Raises ValueError on every rank when the ranks hold different plans.
     """
     documents = [(i, document) for i, row in enumerate(plan.rows) for document in range(len(row.document_bounds) - 1)]
     digest = int(plan.digest[:15], 16)
@@ -35,7 +35,7 @@ def exchange_status(
     words = torch.tensor([digest, -digest, int(stop), *flags], dtype=torch.int64, device=device)
     largest, smallest, wants_stop, *lost = all_reduce(words, "max", group=group, name="status").tolist()
     if largest != -smallest:
-        raise RankError(
+        raise ValueError(
             f"ranks hold different plans for one step (this rank's digest is {plan.digest}); "
             "give every rank the same config, data and software"
         )
