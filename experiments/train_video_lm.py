@@ -6,8 +6,8 @@ Result:  the run folder: config.yaml, env.json, metrics.jsonl, plan.json, checkp
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -92,15 +92,21 @@ def check_heads(settings: RunConfig) -> None:
     split_heads(backbone.heads, backbone.kv_heads, settings.mesh.ulysses)
 
 
-def unwatched(_: StepRunner) -> OnStep:
+@contextmanager
+def unwatched(_: StepRunner) -> Iterator[OnStep]:
     """Look at nothing."""
-    return lambda metrics, loaded: None
+    yield lambda metrics, loaded: None
 
 
-def train(settings: RunConfig, folder: Path, resume: bool, watch: Callable[[StepRunner], OnStep] = unwatched) -> None:
+def train(
+    settings: RunConfig,
+    folder: Path,
+    resume: bool,
+    watch: Callable[[StepRunner], AbstractContextManager[OnStep]] = unwatched,
+) -> None:
     """Train on this rank.
 
-    watch: gets the runner before the first step; what it returns is called after each, once the step is logged
+    watch: entered with the runner before the first step; what it gives is called after each, once that is logged
     """
     with ExitStack() as stack:
         device = stack.enter_context(process_group("cpu"))
@@ -128,7 +134,7 @@ def train(settings: RunConfig, folder: Path, resume: bool, watch: Callable[[Step
             optim=settings.optim,
             settings=settings.train,
             counters=counters,
-            on_step=(log.step, watch(runner)),
+            on_step=(log.step, stack.enter_context(watch(runner))),
             save=lambda done: save(settings, folder, runner, optimizer, done, counters, num_samples=len(shards)),
             held_out_loss=lambda: held_out_loss(pipeline, runner, pool),
             stop_requested=stop.is_set,
