@@ -103,7 +103,7 @@ def _pictures(reader: TrackReader, track: VideoTrack, run: Run) -> Iterator[tupl
     frame_of = np.full(len(track.sizes), -1, dtype=np.int64)
     frame_of[track.packet] = np.arange(track.num_frames)
     reader.go_to(run.start)
-    decoder = reader.stream.codec_context
+    decoder = reader.decoder
     decoder.flush_buffers()
     counted = int(track.entry_frames[np.searchsorted(track.entry_packets, run.start)])
     for number in range(run.start, run.stop + 1):
@@ -184,7 +184,7 @@ class _open_image:
         try:
             if self.file.size == 0:
                 raise MediaError(str(self.source), "empty file (0 bytes)")
-            self.image = Image.open(self.file)
+            self.image = Image.open(self.file)  # type: ignore[arg-type]  # reads and seeks, all PIL needs
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             self.file.close()
             raise MediaError(str(self.source), f"not an image ({error})") from None

@@ -16,6 +16,7 @@ import struct
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import floor
+from typing import Any, TypeVar
 
 import av
 import numpy as np
@@ -30,6 +31,8 @@ WITHOUT_PTS = ("avi", "h264", "hevc", "m4v", "mpegvideo", "vc1", "obu")  # forma
 LATEST_START = 60  # seconds after zero
 JOIN_TOLERANCE = Fraction(1, 50)  # seconds
 JUMP_BACK = 1  # seconds
+
+S = TypeVar("S", av.VideoStream, av.AudioStream)
 
 
 @dataclass
@@ -48,8 +51,8 @@ class Packets:
     """Sound: samples to drop at its start (encoder delay)."""
     discard: list[int] = field(default_factory=list)
     """Sound: samples to drop at its end (padding)."""
-    first: av.VideoFrame | av.AudioFrame | None = None
-    """The first picture or sound, decoded."""
+    first: Any = None
+    """The first picture (av.VideoFrame) or sound (av.AudioFrame), decoded."""
     first_samples: int = 0
     """Samples of the first sound, encoder delay included."""
     is_cut: bool = False
@@ -96,11 +99,11 @@ def read_index(source: "str | MediaFile", *, need: tuple[str, ...] = ()) -> Clip
     source = as_media_file(source)
     notes: list[str] = []
     with open_container(source) as container:
-        video, audio = _choose(container, "video"), _choose(container, "audio")
+        video, audio = _choose(container, container.streams.video), _choose(container, container.streams.audio)
         for kind, stream in (("video", video), ("audio", audio)):
             if kind in need and stream is None:
-                kinds = sorted({other.type for other in container.streams}) or ["nothing"]
-                raise MediaError(str(source), f"no {kind} stream (the file holds: {', '.join(kinds)})")
+                kinds = ", ".join(sorted({other.type for other in container.streams}))
+                raise MediaError(str(source), f"no {kind} stream (the file holds: {kinds or 'nothing'})")
         pictures, sounds = _demux(container, source, [video, audio], notes)
         video_track = None if video is None else _video_track(video, container.format.name, pictures, notes)
         audio_track = None if audio is None else _audio_track(audio, sounds, notes)
@@ -119,15 +122,11 @@ def read_index(source: "str | MediaFile", *, need: tuple[str, ...] = ()) -> Clip
         )
 
 
-def _choose(container: av.container.InputContainer, kind: str) -> "av.VideoStream | av.AudioStream | None":
-    """The stream a player plays; the cover picture of a song is no video."""
-    streams = [
-        stream
-        for stream in container.streams
-        if stream.type == kind and not stream.disposition & Disposition.attached_pic
-    ]
-    best = container.streams.best(kind) if streams else None
-    return best if best in streams else streams[0] if streams else None
+def _choose(container: av.container.InputContainer, streams: tuple[S, ...]) -> S | None:
+    """Of the streams of one kind, the one a player plays; the cover picture of a song is no video."""
+    streams = tuple(stream for stream in streams if not stream.disposition & Disposition.attached_pic)
+    best = container.streams.best(streams[0].type) if streams else None  # type: ignore[arg-type]
+    return next((stream for stream in streams if stream is best), streams[0] if streams else None)
 
 
 def _demux(container, source: MediaFile, streams: list, notes: list[str]) -> tuple[Packets, Packets]:
@@ -194,7 +193,8 @@ def _video_track(stream: av.VideoStream, format_name: str, packets: Packets, not
     if not len(usable) or packets.first is None:
         return None
     nominal = stream.average_rate or stream.guessed_rate or Fraction(25)
-    tick = max(1, round(1 / (nominal * stream.time_base)))
+    base = stream.time_base or 1 / nominal
+    tick = max(1, round(1 / (nominal * base)))
     times = _display_times(stream, format_name, packets, usable, tick)
     if times.note:
         notes.append(times.note)
@@ -205,7 +205,7 @@ def _video_track(stream: av.VideoStream, format_name: str, packets: Packets, not
     return VideoTrack(
         stream=stream.index,
         codec=stream.codec_context.codec.canonical_name,
-        time_base=stream.time_base,
+        time_base=base,
         pts=times.pts[lost:],
         duration=packets.duration[times.packet[-1]] or tick,
         packet=times.packet[lost:],
@@ -238,15 +238,15 @@ def _display_times(
     usable: [f]  packets that hold a frame, in the order of the file
     """
     pts, dts = ([times[i] for i in usable] for times in (packets.pts, packets.dts))
-    steady = _continued(dts, tick, stream.time_base)
+    steady = _continued(dts, tick, round(JUMP_BACK / (stream.time_base or 1)))
     shifts = [0 if time is None else after - time for time, after in zip(dts, steady, strict=True)]
     shown = [None if time is None else time + shift for time, shift in zip(pts, shifts, strict=True)]
     reorders = bool(stream.codec_context.has_b_frames)
     derived = format_name in WITHOUT_PTS and reorders
     wrong = derived and stream.codec_context.codec.canonical_name in ("h264", "hevc")  # FFmpeg guesses these pts
     if wrong or None in shown or len(set(shown)) != len(shown):
-        order = "in the order the decoder puts them out" if reorders else "in the order of the file"
-        note = f"video: missing or repeated time stamps; frames are numbered {order}"
+        how = "in the order the decoder puts them out" if reorders else "in the order of the file"
+        note = f"video: missing or repeated time stamps; frames are numbered {how}"
         return DisplayTimes(_spread(steady), usable, reorders, note)
     times = np.array(shown, dtype=np.int64)
     order = np.argsort(times)
@@ -292,8 +292,8 @@ def _entries(packets: Packets, packet: np.ndarray, counted: bool) -> tuple[np.nd
     return np.array(entry_packets, dtype=np.int64), np.array(entry_frames, dtype=np.int64)
 
 
-def _continued(times: list[int | None], tick: int, time_base: Fraction) -> list[int]:
-    """Fill missing times and close jumps back: what follows continues `tick`, one frame, after the latest before."""
+def _continued(times: list[int | None], tick: int, jump: int) -> list[int]:
+    """Fill missing times, and close jumps back of more than `jump`: each goes on `tick` after the latest before."""
     repaired: list[int] = []
     shift = 0
     latest: int | None = None
@@ -301,7 +301,7 @@ def _continued(times: list[int | None], tick: int, time_base: Fraction) -> list[
         if time is None:
             value = 0 if latest is None else latest + tick
         else:
-            if latest is not None and time + shift < latest - JUMP_BACK / time_base:
+            if latest is not None and time + shift < latest - jump:
                 shift = latest + tick - time
             value = time + shift
         repaired.append(value)
@@ -320,7 +320,8 @@ def _turn(frame: av.VideoFrame) -> tuple[bool, bool, bool]:
 
     A point (x, y) goes to (a x + c y, b x + d y); angles between quarter turns go to the nearest.
     """
-    for data in frame.side_data:
+    for number in range(len(frame.side_data)):
+        data = frame.side_data[number]  # type: ignore[literal-required]
         if data.type.name == "DISPLAYMATRIX":
             a, b, _, c, d = struct.unpack("=9i", bytes(data))[:5]
             return (True, c < 0, b < 0) if abs(b) > abs(a) else (False, a < 0, d < 0)
@@ -331,8 +332,9 @@ def _audio_track(stream: av.AudioStream, packets: Packets, notes: list[str]) -> 
     """Place every packet of sound on the track's own sample grid; None when there is none."""
     if packets.first is None:
         return None
-    rate, base = packets.first.sample_rate, stream.time_base
-    pts = _continued(packets.pts, max(packets.duration[0], 1), base)
+    rate = packets.first.sample_rate
+    base = stream.time_base or Fraction(1, rate)
+    pts = _continued(packets.pts, max(packets.duration[0], 1), round(JUMP_BACK / base))
     repaired = pts != packets.pts
     if repaired:
         notes.append("audio: missing time stamps or jumps back; packets follow each other there")
@@ -342,7 +344,8 @@ def _audio_track(stream: av.AudioStream, packets: Packets, notes: list[str]) -> 
         return None
     first = next(i for i, count in enumerate(heard) if count)
     zero = pts[first] + floor(Fraction(skipped[first], rate) / base + Fraction(1, 2))
-    position, cursor, resynced = [], 0, 0
+    position: list[int] = []
+    cursor = resynced = 0
     for i, count in enumerate(heard):
         due = round((pts[i] - zero) * base * rate) + skipped[i]
         if i > first and count and abs(due - cursor) > JOIN_TOLERANCE * rate:
@@ -389,7 +392,9 @@ def _heard(packets: Packets, samples: list[int]) -> tuple[list[int], list[int]]:
 
     Some containers take the padding off the last packet's duration, some only name it, some do both.
     """
-    skipped, heard, left = [], [], 0
+    skipped: list[int] = []
+    heard: list[int] = []
+    left = 0
     for count, skip, discard, shown in zip(samples, packets.skip, packets.discard, packets.shown, strict=True):
         left += skip
         drop = min(left, count)

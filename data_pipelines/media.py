@@ -117,7 +117,7 @@ def open_container(source: MediaFile) -> Iterator[av.container.InputContainer]:
         except (av.error.FFmpegError, OSError, ValueError) as error:
             raise MediaError(str(source), _why_not_opened(source, error)) from None
         with container:
-            yield container
+            yield container  # type: ignore[misc]  # opened for reading
 
 
 def _why_not_opened(source: MediaFile, error: Exception) -> str:

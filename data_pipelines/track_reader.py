@@ -1,6 +1,7 @@
 """The packets of one track by number, as its index counts them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import av
 
@@ -21,7 +22,8 @@ class TrackReader:
     def __init__(self, container: av.container.InputContainer, track: VideoTrack | AudioTrack, path: str):
         self.container, self.track, self.path = container, track, path
         self.stream = container.streams[track.stream]
-        self.stream.codec_context.thread_count = 1
+        self.decoder: Any = self.stream.codec_context
+        self.decoder.thread_count = 1
         self.next_number = 0
         self.waiting: av.Packet | None = None
         self.packets = self._demux()
