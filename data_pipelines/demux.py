@@ -13,7 +13,7 @@ Repairs, each with a note in the index:
 """
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
 from typing import Any, TypeVar
@@ -35,58 +35,54 @@ JUMP_BACK = 1  # seconds
 S = TypeVar("S", av.VideoStream, av.AudioStream)
 
 
-@dataclass
 class Packets:
     """What one stream's packets say, in the order of the file."""
 
-    pts: list[int | None] = field(default_factory=list)
-    dts: list[int | None] = field(default_factory=list)
-    duration: list[int] = field(default_factory=list)
-    size: list[int] = field(default_factory=list)
-    shown: list[bool] = field(default_factory=list)
-    """Whether a picture or samples come of it."""
-    entry: list[str | None] = field(default_factory=list)
-    """Pictures: the kind of entry at a key frame."""
-    skip: list[int] = field(default_factory=list)
-    """Sound: samples to drop at its start (encoder delay)."""
-    discard: list[int] = field(default_factory=list)
-    """Sound: samples to drop at its end (padding)."""
-    first: Any = None
-    """The first picture (av.VideoFrame) or sound (av.AudioFrame), decoded."""
-    first_samples: int = 0
-    """Samples of the first sound, encoder delay included."""
-    is_cut: bool = False
-    """Whether the last packet is incomplete."""
+    def __init__(self, stream: av.VideoStream | av.AudioStream):
+        self.is_video = stream.type == "video"
+        self.codec: str = stream.codec_context.codec.canonical_name
+        self.extradata: bytes = stream.codec_context.extradata or b""
+        self.pts: list[int | None] = []
+        self.dts: list[int | None] = []
+        self.duration: list[int] = []
+        self.size: list[int] = []
+        self.shown: list[bool] = []  # whether a picture or samples come of it
+        self.entry: list[str | None] = []  # pictures: the kind of entry at a key frame
+        self.trims: list[tuple[int, int]] = []  # sound: samples to drop at the start (delay) and at the end (padding)
+        self.is_cut = False  # whether the last packet is incomplete
+        self.first: Any = None  # the first picture (av.VideoFrame) or sound (av.AudioFrame), decoded
+        self.first_samples = 0  # samples of the first sound, encoder delay included
 
-    def add(self, packet: av.Packet, codec: str, extradata: bytes) -> None:
-        is_video = packet.stream.type == "video"
-        data = bytes(packet) if is_video and (packet.is_keyframe or codec == "vp8") else b""
+    def add(self, packet: av.Packet) -> None:
         self.pts.append(packet.pts)
         self.dts.append(packet.dts)
         self.duration.append(packet.duration or 0)
         self.size.append(packet.size)
-        self.shown.append(not packet.is_discard and (not is_video or is_shown(codec, data)))
-        self.entry.append(entry_kind(codec, extradata, data) if is_video and packet.is_keyframe else None)
-        skip, discard = _skipped_samples(packet)
-        self.skip.append(skip)
-        self.discard.append(discard)
         self.is_cut = packet.is_corrupt
+        if self.is_video:
+            is_key = packet.is_keyframe
+            data = bytes(packet) if is_key or self.codec == "vp8" else b""
+            self.shown.append(not packet.is_discard and is_shown(self.codec, data))
+            self.entry.append(entry_kind(self.codec, self.extradata, data) if is_key else None)
+        else:
+            self.shown.append(not packet.is_discard)
+            self.trims.append(_trims(packet))
 
     def drop_last(self) -> None:
-        for column in (self.pts, self.dts, self.duration, self.size, self.shown, self.entry, self.skip, self.discard):
-            column.pop()
+        columns: tuple[list, ...] = (self.pts, self.dts, self.duration, self.size, self.shown, self.entry, self.trims)
+        for column in columns:
+            del column[-1:]
 
     def decode_first(self, packet: av.Packet) -> None:
-        """Decode until there is a picture or a sound."""
-        if self.first is None:
-            try:
-                frames = packet.decode()
-            except av.error.FFmpegError:
-                return
-            if frames:
-                self.first = frames[0]
-                delay = self.skip[-1] if len(self.skip) == 1 else 0
-                self.first_samples = delay + sum(getattr(frame, "samples", 0) for frame in frames)
+        """Decode one packet; keep what comes of it."""
+        try:
+            frames: list[Any] = packet.decode()
+        except av.error.FFmpegError:
+            return
+        if frames:
+            self.first = frames[0]
+            delay = self.trims[0][0] if len(self.trims) == 1 else 0
+            self.first_samples = 0 if self.is_video else delay + sum(frame.samples for frame in frames)
 
 
 def read_index(source: "str | MediaFile", *, need: tuple[str, ...] = ()) -> ClipIndex:
@@ -104,17 +100,23 @@ def read_index(source: "str | MediaFile", *, need: tuple[str, ...] = ()) -> Clip
             if kind in need and stream is None:
                 kinds = ", ".join(sorted({other.type for other in container.streams}))
                 raise MediaError(str(source), f"no {kind} stream (the file holds: {kinds or 'nothing'})")
-        pictures, sounds = _demux(container, source, [video, audio], notes)
-        video_track = None if video is None else _video_track(video, container.format.name, pictures, notes)
-        audio_track = None if audio is None else _audio_track(audio, sounds, notes)
+        wanted: list[av.VideoStream | av.AudioStream] = [stream for stream in (video, audio) if stream is not None]
+        for stream in wanted:
+            if stream.codec_context is None:
+                raise MediaError(str(source), f"no decoder for its {stream.type} stream (number {stream.index})")
+            stream.codec_context.thread_count = 1
+        packets = _demux(container, wanted, notes)
+        name = container.format.name
+        video_track = None if video is None else _video_track(video, name, packets[video.index], notes)
+        audio_track = None if audio is None else _audio_track(audio, packets[audio.index], notes)
         if "video" in need and video_track is None:
             raise MediaError(str(source), "no frames: the video stream holds no picture that can be decoded")
         if "audio" in need and audio_track is None:
             raise MediaError(str(source), "no samples: the audio stream holds no sound that can be decoded")
         return ClipIndex(
-            format=container.format.name,
+            format=name,
             size=source.size if source.size is not None else container.size,
-            origin=_origin(container.format.name, video_track, audio_track),
+            origin=_origin(name, video_track, audio_track),
             streams=tuple(_stream_info(stream) for stream in container.streams),
             video=video_track,
             audio=audio_track,
@@ -129,42 +131,36 @@ def _choose(container: av.container.InputContainer, streams: tuple[S, ...]) -> S
     return next((stream for stream in streams if stream is best), streams[0] if streams else None)
 
 
-def _demux(container, source: MediaFile, streams: list, notes: list[str]) -> tuple[Packets, Packets]:
-    """Collect the packets of the video and the audio stream; None stands for a stream that is not there."""
-    found = (Packets(), Packets())
-    wanted = [stream for stream in streams if stream is not None]
-    names, headers = {}, {}
-    for stream in wanted:
-        if stream.codec_context is None:
-            raise MediaError(str(source), f"no decoder for its {stream.type} stream (number {stream.index})")
-        stream.codec_context.thread_count = 1
-        names[stream.index] = stream.codec_context.codec.canonical_name
-        headers[stream.index] = stream.codec_context.extradata or b""
+def _demux(
+    container: av.container.InputContainer, streams: list[av.VideoStream | av.AudioStream], notes: list[str]
+) -> dict[int, Packets]:
+    """Collect the packets of some streams, by stream number."""
+    found = {stream.index: Packets(stream) for stream in streams}
     try:
-        for packet in container.demux(wanted) if wanted else ():
-            number = packet.stream_index
-            packets = found[0 if packet.stream.type == "video" else 1]
+        for packet in container.demux(streams) if streams else ():
+            packets = found[packet.stream_index]
             if packet.size:
-                packets.add(packet, names[number], headers[number])
-            if packet.size or packet.dts is None:  # the last, without size or time, puts out what was held back
+                packets.add(packet)
+            if packets.first is None and (packet.size or packet.dts is None):  # the very last packet drains the decoder
                 packets.decode_first(packet)
     except av.error.FFmpegError as error:
         notes.append(f"reading stopped before the end of the file: {error.strerror}")
-    for stream in wanted:
-        packets = found[0 if stream.type == "video" else 1]
-        if packets.is_cut and names[stream.index].startswith("pcm_"):
+    for packets in found.values():
+        if packets.is_cut and packets.codec.startswith("pcm_"):
             notes.append("audio: the last packet is cut off by the end of the file; used up to there")
         elif packets.is_cut:
             packets.drop_last()
-            notes.append(f"{stream.type}: packet {len(packets.pts)} is cut off by the end of the file; left out")
+            kind = "video" if packets.is_video else "audio"
+            notes.append(f"{kind}: packet {len(packets.pts)} is cut off by the end of the file; left out")
     return found
 
 
-def _skipped_samples(packet: av.Packet) -> tuple[int, int]:
+def _trims(packet: av.Packet) -> tuple[int, int]:
     """Samples to drop at the start and at the end of a packet of sound, as the container says."""
     if not packet.has_sidedata("skip_samples"):
         return 0, 0
-    return struct.unpack_from("<II", bytes(packet.get_sidedata("skip_samples")))
+    skip, discard = struct.unpack_from("<II", bytes(packet.get_sidedata("skip_samples")))
+    return skip, discard
 
 
 def _stream_info(stream: av.stream.Stream) -> StreamInfo:
@@ -346,9 +342,10 @@ def _audio_track(stream: av.AudioStream, packets: Packets, notes: list[str]) -> 
     zero = pts[first] + floor(Fraction(skipped[first], rate) / base + Fraction(1, 2))
     position: list[int] = []
     cursor = resynced = 0
+    tolerance = round(JOIN_TOLERANCE * rate)
     for i, count in enumerate(heard):
-        due = round((pts[i] - zero) * base * rate) + skipped[i]
-        if i > first and count and abs(due - cursor) > JOIN_TOLERANCE * rate:
+        due = _samples_of(pts[i] - zero, base, rate) + skipped[i]
+        if i > first and count and abs(due - cursor) > tolerance:
             cursor, resynced = max(due, 0), resynced + 1
         position.append(cursor)
         cursor += count
@@ -375,16 +372,22 @@ def _packet_samples(packets: Packets, rate: int, base: Fraction) -> tuple[list[i
 
     A time base coarser than a sample rounds durations; a codec with packets of one size is exact all the same.
     """
-    exact_base = (base * rate).numerator <= (base * rate).denominator
-    lengths = [duration * base * rate for duration in packets.duration]
-    if exact_base:
-        return [round(length) for length in lengths], True
+    lengths = [_samples_of(duration, base, rate) for duration in packets.duration]
+    tick = _samples_of(1, base, rate)
+    if base * rate <= 1:
+        return lengths, True
     nominal = packets.first_samples
-    near = [abs(length - nominal) <= base * rate for length in lengths]
+    near = [abs(length - nominal) <= tick for length in lengths]
     if all(near[1:-1]):
-        last = min(nominal, round(lengths[-1])) if not near[-1] else nominal
+        last = nominal if near[-1] else min(nominal, lengths[-1])
         return [nominal] * (len(lengths) - 1) + [last], True
-    return [round(length) for length in lengths], False
+    return lengths, False
+
+
+def _samples_of(ticks: int, base: Fraction, rate: int) -> int:
+    """Ticks of a time base as samples, to the nearest; in integers, since every packet asks."""
+    scale = base.denominator
+    return (2 * ticks * base.numerator * rate + scale) // (2 * scale)
 
 
 def _heard(packets: Packets, samples: list[int]) -> tuple[list[int], list[int]]:
@@ -395,7 +398,7 @@ def _heard(packets: Packets, samples: list[int]) -> tuple[list[int], list[int]]:
     skipped: list[int] = []
     heard: list[int] = []
     left = 0
-    for count, skip, discard, shown in zip(samples, packets.skip, packets.discard, packets.shown, strict=True):
+    for count, (skip, discard), shown in zip(samples, packets.trims, packets.shown, strict=True):
         left += skip
         drop = min(left, count)
         left -= drop

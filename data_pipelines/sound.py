@@ -33,6 +33,10 @@ FILTER_REACH = 64  # samples at the lower of the two rates: swresample's filter 
 WEIGHTS = {"FC": 1.2, "FL": 0.6, "FR": 0.4, "LFE": 0.25, "LFE2": 0.25}
 LEFT, RIGHT = 0.42, 0.28  # every other channel, by its side
 UNKNOWN = (0.6, 0.4)
+SAMPLE_KINDS = {
+    name: np.dtype(kind)
+    for name, kind in {"u8": "u1", "s16": "i2", "s32": "i4", "s64": "i8", "flt": "f4", "dbl": "f8"}.items()
+}
 CHUNK = 1 << 16
 TAG_BITS = 24  # a packet's number travels as the high bits of its pts; the decoder adds the samples it skips below
 
@@ -212,14 +216,16 @@ def _decoded(
 
 def _downmix(frame: av.AudioFrame) -> tuple[np.ndarray, int]:
     """One frame in any format and layout -> [n] float32 mono, and how many values were not finite and became 0."""
-    channels = frame.layout.nb_channels
-    samples = frame.to_ndarray()
-    if not frame.format.is_planar:
-        samples = samples.reshape(-1, channels).T
-    if samples.dtype == np.uint8:
+    channels, kind = frame.layout.nb_channels, SAMPLE_KINDS[frame.format.packed.name]
+    if frame.format.is_planar:
+        planes = [np.frombuffer(memoryview(plane), kind, frame.samples) for plane in frame.planes]
+        samples = planes[0][None] if channels == 1 else np.stack(planes)
+    else:
+        samples = np.frombuffer(memoryview(frame.planes[0]), kind, frame.samples * channels).reshape(-1, channels).T
+    if kind.kind == "u":
         samples = (samples.astype(np.float32) - 128) / 128
-    elif samples.dtype.kind == "i":
-        samples = samples.astype(np.float32) / float(1 << (8 * samples.dtype.itemsize - 1))
+    elif kind.kind == "i":
+        samples = samples.astype(np.float32) / float(1 << (8 * kind.itemsize - 1))
     weights = channel_weights(frame.layout.name, channels)
     mono = weights @ samples.astype(np.float32, copy=False)
     if np.isfinite(mono).all():
