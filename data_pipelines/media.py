@@ -120,6 +120,22 @@ def open_container(source: MediaFile) -> Iterator[av.container.InputContainer]:
             yield container  # type: ignore[misc]  # opened for reading
 
 
+def demux(container: av.container.InputContainer, *streams: av.VideoStream | av.AudioStream) -> Iterator[av.Packet]:
+    """Yield the packets of some streams; at the end of each, one without size or time.
+
+    Broadcasts begin new streams in the middle. PyAV fails on their packets, which are not asked for; reading goes on.
+    """
+    numbers = {stream.index for stream in streams}
+    while streams:
+        try:
+            for packet in container.demux(*streams):
+                if packet.stream_index in numbers:
+                    yield packet
+        except IndexError:
+            continue
+        return
+
+
 def _why_not_opened(source: MediaFile, error: Exception) -> str:
     """Tell an mp4 without its index from a file that is no media at all."""
     with source.open() as file:

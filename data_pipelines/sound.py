@@ -23,8 +23,8 @@ import av
 import numpy as np
 
 from data_pipelines.container import SAMPLE_RATE, AudioTrack, ClipIndex
-from data_pipelines.demux import JOIN_TOLERANCE
 from data_pipelines.media import MediaError, MediaFile, as_media_file, open_container
+from data_pipelines.place_sound import JOIN_TOLERANCE
 from data_pipelines.track_reader import TrackReader
 
 BLOCK = 60  # seconds
@@ -227,7 +227,8 @@ def _downmix(frame: av.AudioFrame) -> tuple[np.ndarray, int]:
     elif kind.kind == "i":
         samples = samples.astype(np.float32) / float(1 << (8 * kind.itemsize - 1))
     weights = channel_weights(frame.layout.name, channels)
-    mono = weights @ samples.astype(np.float32, copy=False)
+    with np.errstate(invalid="ignore"):
+        mono = weights @ samples.astype(np.float32, copy=False)
     if np.isfinite(mono).all():
         return mono, 0
     finite = np.isfinite(samples)
