@@ -179,9 +179,10 @@ def _open_image(source: MediaFile) -> Iterator[Image.Image]:
         data = file.read()
     if not data:
         raise MediaError(str(source), "empty file (0 bytes)")
-    Image.init()  # `formats` knows only what is loaded
+    Image.init()
+    formats = [name for name in IMAGE_FORMATS if name in Image.OPEN]  # PIL may be built without some
     try:
-        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
+        with Image.open(io.BytesIO(data), formats=formats) as image:
             yield image
     except UnidentifiedImageError:
         raise MediaError(str(source), f"not an image (begins with {data[:16]!r})") from None
