@@ -5,34 +5,37 @@ one span. Where they do not (resolution that follows the scene: dear units, chea
 their spans until decoding, encoding and memory are even at once. Integers throughout, ties by index.
 """
 
+from itertools import product
+
 import numpy as np
 
 from mmcp.sharding.cost import RowCosts
-from mmcp.sharding.exchange import SCALE, Exchange
+from mmcp.sharding.evenness import Evenness
+from mmcp.sharding.exchange import Exchange
 from mmcp.sharding.ranges import even_bounds
 
-CHUNKINGS = ((2, True), (12, True), (16, False))
-"""What is tried in turn: chunks per rank, and whether chunks keep groups of pictures whole."""
-LEADING_TOLERANCE, TOLERANCE = SCALE // 64, SCALE // 32
-"""What counts as even: a cost that sets the step time may be 1.6 percent above its share, another 3.1 percent."""
+CHUNKINGS = ((0, True), (12, True), (16, False))
+"""What is tried in turn: chunks per rank (0: whole streams), and whether chunks keep groups of pictures whole."""
+FEW_MOVES = 256
+"""Rows with at most this many (unit, rank) pairs are improved unit by unit at the end."""
 
 
 def assign_units(costs: RowCosts, num_ranks: int) -> np.ndarray:
     """Return [u] int64: the rank of each unit."""
-    best = _cut(costs, num_ranks)
+    home = best = _cut(costs, num_ranks)
     if num_ranks == 1 or not costs.num_units:
-        return best
-    even = _even(costs)
-    home, least = best, _badness(costs, best, num_ranks, even)
+        return home
+    evenness = Evenness(costs, num_ranks)
+    least = evenness.badness(best)
     for chunks_per_rank, is_whole in CHUNKINGS:
         if not least:
-            break
+            return best
         chunks = _chunks(costs, num_ranks, chunks_per_rank, is_whole=is_whole)
-        ranks = _exchange(costs, chunks, home, num_ranks, even)
-        badness = _badness(costs, ranks, num_ranks, even)
+        ranks = _exchange(evenness, chunks, home)
+        badness = evenness.badness(ranks)
         if badness < least:
             best, least = ranks, badness
-    return best
+    return _polish(evenness, best) if costs.num_units * num_ranks <= FEW_MOVES else best
 
 
 def cut_costs(costs: RowCosts) -> np.ndarray:
@@ -61,8 +64,7 @@ def _shared(costs: RowCosts, order: np.ndarray) -> np.ndarray:
 
 def _cut(costs: RowCosts, num_ranks: int) -> np.ndarray:
     """Cut the units, in token order, into one run per rank of about equal encoding (or decoding, where that is 0)."""
-    leading = costs.flops if costs.flops.any() else np.maximum(_alone(costs, np.arange(costs.num_units))[:, 1], 1)
-    weight = _running(leading)
+    weight = _running(costs.flops if costs.flops.any() else np.maximum(costs.output_ns, 1))
     slack = int(weight[-1]) // num_ranks // 100
     cuts = _snap(weight, _cheap(costs, cut_costs(costs), num_ranks), parts=num_ranks, slack=slack)
     return np.repeat(np.arange(num_ranks), np.diff(cuts, prepend=0, append=costs.num_units))
@@ -96,40 +98,6 @@ def _running(weights: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(weights)])
 
 
-def _alone(costs: RowCosts, chunks: np.ndarray) -> np.ndarray:
-    """Costs of each chunk by itself: [chunks, 3] int64 encoding FLOPs, decoding nanoseconds, bytes.
-
-    chunks: [u] int64  the chunk of each unit, 0, 1, ...
-    """
-    number = int(chunks.max(initial=-1)) + 1
-    table = np.zeros((number, 3), dtype=np.int64)
-    np.add.at(table[:, 0], chunks, costs.flops)
-    table[:, 1] = costs.decoding(np.arange(costs.num_units), chunks, number)[0]
-    np.add.at(table[:, 2], chunks, costs.bytes)
-    return table
-
-
-def _scaled(costs: RowCosts, table: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Scale each column so that an even share of the least total is SCALE; a column without work stays 0."""
-    totals = np.array([costs.flops.sum(), costs.least_decoding[0], costs.bytes.sum()])
-    coarse = np.maximum(totals >> 30, 1)  # keeps the product below in 64 bits
-    return table // coarse * (num_ranks * SCALE) // np.maximum(totals // coarse, 1)
-
-
-def _even(costs: RowCosts) -> np.ndarray:
-    """Loads of encoding, decoding and memory, in units of SCALE, that count as even: [3] int64."""
-    model = costs.model
-    is_decoding_leading = costs.least_decoding[0] // model.rates.decoders > model.ns(costs.total_flops)
-    encode, decode = (TOLERANCE, LEADING_TOLERANCE) if is_decoding_leading else (LEADING_TOLERANCE, TOLERANCE)
-    return SCALE + np.array([encode, decode, TOLERANCE], dtype=np.int64)
-
-
-def _badness(costs: RowCosts, ranks: np.ndarray, num_ranks: int, even: np.ndarray) -> int:
-    """Sum over ranks and costs of the squared load above `even`; 0 when all is even."""
-    loads = _scaled(costs, _alone(costs, ranks), num_ranks)
-    return int(np.square(np.maximum(loads - even, 0) >> 4).sum())
-
-
 def _chunks(costs: RowCosts, num_ranks: int, chunks_per_rank: int, *, is_whole: bool) -> np.ndarray:
     """Number the units [u] by chunk: runs of one stream, of about equal cost.
 
@@ -139,9 +107,9 @@ def _chunks(costs: RowCosts, num_ranks: int, chunks_per_rank: int, *, is_whole: 
     shared = _shared(costs, order)
     frames = costs.spans[order, 1] - costs.spans[order, 0]
     decoding = costs.output_ns[order] + np.maximum(frames * costs.frame_ns[order] - shared, 0)
-    table = _scaled(costs, np.stack([costs.flops[order], decoding, costs.bytes[order]], axis=1), 1)
+    table = Evenness(costs, 1).scale(np.stack([costs.flops[order], decoding, costs.bytes[order]], axis=1))
     weight = _running(table.sum(axis=1))
-    parts = num_ranks * chunks_per_rank
+    parts = max(1, num_ranks * chunks_per_rank)
     slack = int(weight[-1]) if is_whole else int(weight[-1]) // parts // 2
     cuts = _snap(weight, _cheap(costs, np.append(shared, 0), num_ranks), parts=parts, slack=slack)
     starts = np.diff(costs.streams[order], prepend=-1) != 0
@@ -151,10 +119,25 @@ def _chunks(costs: RowCosts, num_ranks: int, chunks_per_rank: int, *, is_whole: 
     return chunks
 
 
-def _exchange(costs: RowCosts, chunks: np.ndarray, home: np.ndarray, num_ranks: int, even: np.ndarray) -> np.ndarray:
+def _exchange(evenness: Evenness, chunks: np.ndarray, home: np.ndarray) -> np.ndarray:
     """Start each chunk on the rank of its middle unit and exchange chunks; return the rank of each unit."""
     units = np.argsort(chunks, kind="stable")
     counts = np.bincount(chunks)
     middle = units[np.cumsum(counts) - counts + counts // 2]
-    weights = _scaled(costs, _alone(costs, chunks), num_ranks)
-    return Exchange(weights, home[middle], num_ranks, even=even).run()[chunks]
+    weights = evenness.loads(chunks)
+    return Exchange(weights, home[middle], evenness.num_ranks, even=evenness.even).run()[chunks]
+
+
+def _polish(evenness: Evenness, ranks: np.ndarray) -> np.ndarray:
+    """Move single units, at what each move truly costs, while one helps: in a row of few units seeks weigh much."""
+    best, least = ranks, evenness.badness(ranks)
+    improved = True
+    while improved and least:
+        improved = False
+        for unit, rank in product(range(len(ranks)), range(evenness.num_ranks)):
+            moved = best.copy()
+            moved[unit] = rank
+            badness = evenness.badness(moved)
+            if badness < least:
+                best, least, improved = moved, badness, True
+    return best

@@ -13,15 +13,7 @@ from mmcp.sharding.plan import check
 from mmcp.sharding.strategies import STRATEGIES
 from mmcp.sharding.workloads import REFERENCE_MODELS, WORKLOADS, make_workload, reference_model
 
-TIME_ORDERED = (
-    "lecture_hour",
-    "questions_at_end",
-    "dense_captions",
-    "podcast",
-    "silent_hour",
-    "sports",
-    "surveillance",
-)
+STEADY = ("lecture_hour", "questions_at_end", "dense_captions", "podcast", "silent_hour", "sports", "surveillance")
 LIMITED_BY_UNITS = ("few_frames", "long_group")  # three units; groups of pictures longer than a rank's share
 
 
