@@ -26,15 +26,15 @@ def assign_units(costs: RowCosts, num_ranks: int) -> np.ndarray:
     if num_ranks == 1 or not costs.num_units:
         return home
     evenness = Evenness(costs, num_ranks)
-    least = evenness.badness(best)
+    least = evenness.score(best)
     for chunks_per_rank, is_whole in CHUNKINGS:
-        if not least:
+        if least[1] == 0:
             return best
         chunks = _chunks(costs, num_ranks, chunks_per_rank, is_whole=is_whole)
         ranks = _exchange(evenness, chunks, home)
-        badness = evenness.badness(ranks)
-        if badness < least:
-            best, least = ranks, badness
+        score = evenness.score(ranks)
+        if score < least:
+            best, least = ranks, score
     return _polish(evenness, best) if costs.num_units * num_ranks <= FEW_MOVES else best
 
 
@@ -130,14 +130,14 @@ def _exchange(evenness: Evenness, chunks: np.ndarray, home: np.ndarray) -> np.nd
 
 def _polish(evenness: Evenness, ranks: np.ndarray) -> np.ndarray:
     """Move single units, at what each move truly costs, while one helps: in a row of few units seeks weigh much."""
-    best, least = ranks, evenness.badness(ranks)
+    best, least = ranks, evenness.score(ranks)
     improved = True
-    while improved and least:
+    while improved and least[1]:
         improved = False
         for unit, rank in product(range(len(ranks)), range(evenness.num_ranks)):
             moved = best.copy()
             moved[unit] = rank
-            badness = evenness.badness(moved)
-            if badness < least:
-                best, least, improved = moved, badness, True
+            score = evenness.score(moved)
+            if score < least:
+                best, least, improved = moved, score, True
     return best

@@ -49,6 +49,24 @@ class Evenness:
         coarse = np.maximum(self.totals >> 30, 1)  # keeps the product below in 64 bits
         return table // coarse * (self.num_ranks * SCALE) // np.maximum(self.totals // coarse, 1)
 
-    def badness(self, ranks: np.ndarray) -> int:
-        """Sum over ranks and costs of the squared load above `even`; 0 when all is even."""
-        return int(np.square(np.maximum(self.loads(ranks) - self.even, 0) >> 4).sum())
+    def score(self, ranks: np.ndarray) -> tuple[int, int]:
+        """Rate a layout, lower is better: its step time in steps of 0.8 percent, then its badness.
+
+        Badness is the sum over ranks and costs of the squared load above `even`; 0 when all is even.
+        """
+        loads = self.loads(ranks)
+        excess = np.maximum(loads - self.even, 0) >> 4
+        return self._step_ns(loads.max(axis=0)) * 128 // max(1, self._least_step_ns), int(np.square(excess).sum())
+
+    def _step_ns(self, most: np.ndarray) -> int:
+        """Step time with the given greatest loads, the stages that units do not change at their least."""
+        model, ranks = self.costs.model, self.num_ranks
+        encode, decode, _ = (
+            load * total // (ranks * SCALE) for load, total in zip(most.tolist(), self.totals.tolist(), strict=True)
+        )
+        rest = (self.costs.total_flops - int(self.costs.flops.sum())) // ranks
+        return max(decode // model.rates.decoders, model.ns(encode + rest))
+
+    @cached_property
+    def _least_step_ns(self) -> int:
+        return self._step_ns(np.full(3, SCALE))
