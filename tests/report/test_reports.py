@@ -76,10 +76,10 @@ class Page(HTMLParser):
 
 
 def is_blank(path):
-    """Whether the middle of a figure (inside its axes) is all of one colour."""
+    """Whether the middle of a figure (inside its axes) has nothing darker or more coloured than grid lines."""
     height, width, _ = (image := imread(path)).shape
     inside = image[height // 5 : -height // 5, width // 5 : -width // 5, :3]
-    return bool((inside == inside[0, 0]).all())
+    return bool(inside.min() > 0.6)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 64, 200])

@@ -15,6 +15,7 @@ from mmcp.sharding.cost import Rates, row_costs
 from mmcp.sharding.strategies import STRATEGIES
 from tests.sharding.rows import MODEL, media_units
 
+SEEKS_DECIDE = (211, 359, 409, 632)  # rows on which chunks priced apart mislead by more than 3 percent
 FRAME_NS = 16 * 16 * Rates().decode_ns_per_megapixel // 10**6
 
 
@@ -43,7 +44,7 @@ def step_ns(costs, ranks, num_ranks, *, rest):
 
 def test_small_rows_are_within_3_percent_of_the_best_assignment():
     num_rows = 0
-    for seed in range(150):
+    for seed in (*range(150), *SEEKS_DECIDE):
         draw = np.random.default_rng(seed)
         (sequence, model), num_ranks = small_row(draw), int(draw.integers(2, 4))
         costs = row_costs(sequence, model)
