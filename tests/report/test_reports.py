@@ -78,7 +78,7 @@ class Page(HTMLParser):
 def is_blank(path):
     """Whether the middle of a figure (inside its axes) has nothing darker or more coloured than grid lines."""
     height, width, _ = (image := imread(path)).shape
-    inside = image[height // 5 : -height // 5, width // 5 : -width // 5, :3]
+    inside = image[height // 10 : -height // 6, width // 5 : -width // 5, :3]
     return bool(inside.min() > 0.6)
 
 
