@@ -1,22 +1,199 @@
-"""Which query may read which key, told from the segments of a row."""
+"""Which query may read which key, told from the segments of a row: one description, every form that attention needs.
 
-from dataclasses import dataclass
+A mask is causal inside each document, and may add both-ways blocks, a sliding window and an attention sink:
+
+    query i reads key j of its own document when
+        j <= i  and  (no window, or i - j < window, or j is among the document's first `sink` tokens)
+        or i and j lie in the same both-ways block (a unit that attends both ways, a document's prefix)
+
+Two documents of 3 tokens; 5 tokens of which 1 and 2 are one image; window 2 with sink 1:
+
+    1 . . . . .        1 . . . .        1 . . . .
+    1 1 . . . .        1 1 1 . .        1 1 . . .
+    1 1 1 . . .        1 1 1 . .        1 1 1 . .
+    . . . 1 . .        1 1 1 1 .        1 . 1 1 .
+    . . . 1 1 .        1 1 1 1 1        1 . . 1 1
+    . . . 1 1 1
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from mmcp.sequence import TokenSequence
+from mmcp.sequence import Segment, TokenSequence
+
+ATTENDS = ("causal", "both", "prefix")
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Causal inside each document; nothing across documents.
-
-    bounds: [documents + 1] int64  first token of each document, then the number of tokens
-    """
+    """Causal inside each document, widened by both-ways blocks, narrowed by a window."""
 
     bounds: np.ndarray
+    """[documents + 1] int64: first token of each document, then the number of tokens (cu_seqlens)."""
+    blocks: np.ndarray
+    """[blocks, 2] int64: bounds of each both-ways block; ascending and disjoint, each in one document."""
+    window: int = 0
+    """Tokens a query sees looking back, itself included; 0: all."""
+    sink: int = 0
+    """First tokens of a document that stay visible beyond the window."""
 
     @staticmethod
     def of(sequence: TokenSequence) -> "Mask":
-        """Describe the mask of one row."""
-        return Mask(sequence.document_bounds)
+        """Describe the mask of one row.
+
+        Raises ValueError for an unknown `attends`, and for text that attends `both`: it has no units.
+        """
+        return Mask(sequence.document_bounds, _both_ways_blocks(sequence))
+
+    @staticmethod
+    def causal(lengths: list[int]) -> "Mask":
+        """Describe packed causal documents of the given lengths, in tokens."""
+        bounds = np.concatenate([[0], np.cumsum([length for length in lengths if length])]).astype(np.int64)
+        return Mask(bounds, np.zeros((0, 2), dtype=np.int64))
+
+    def with_window(self, window: int, sink: int = 0) -> "Mask":
+        """Let a query look back on `window` tokens and the document's first `sink` only; 0 and 0: no limit.
+
+        Both-ways blocks stay whole, as in Gemma 3.
+        """
+        if window < 0 or sink < 0:
+            raise ValueError(f"window={window} and sink={sink} count tokens; use 0 for none")
+        if sink and not window:
+            raise ValueError(f"sink={sink} without a window changes nothing: every token is visible; set a window")
+        return replace(self, window=window, sink=sink)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.bounds[-1])
+
+    @cached_property
+    def documents(self) -> np.ndarray:
+        """[s] int64: number of the document of each token, counted over non-empty ones."""
+        return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
+
+    @cached_property
+    def block_ids(self) -> np.ndarray:
+        """[s] int64: number of the both-ways block of each token, -1 outside of blocks."""
+        ids = np.full(self.num_tokens, -1, dtype=np.int64)
+        lengths = self.blocks[:, 1] - self.blocks[:, 0]
+        before = np.cumsum(lengths) - lengths
+        within = np.arange(int(lengths.sum())) + np.repeat(self.blocks[:, 0] - before, lengths)
+        ids[within] = np.repeat(np.arange(len(self.blocks)), lengths)
+        return ids
+
+    def dense(self) -> np.ndarray:
+        """[s, s] bool: the definition, written out; for references and pictures of short rows."""
+        query, key = np.ogrid[: self.num_tokens, : self.num_tokens]
+        causal = (key <= query) & (self.documents[:, None] == self.documents[None, :])
+        if self.window:
+            in_sink = key - self.bounds[self.documents][None, :] < self.sink
+            causal &= (query - key < self.window) | in_sink
+        block = self.block_ids
+        return causal | ((block[:, None] == block[None, :]) & (block[:, None] >= 0))
+
+    @cached_property
+    def slices(self) -> np.ndarray:
+        """[slices, 6] int64: the same pairs as disjoint pieces of plain geometry.
+
+        Columns: first and last + 1 query, first and last + 1 key, lowest and highest diagonal; a slice holds the pairs
+        of its rectangle with lowest <= key - query <= highest. No pair is in two slices: merging by log-sum-exp
+        would count it twice.
+        """
+        pieces = [
+            piece
+            for start, stop in zip(self.bounds[:-1], self.bounds[1:], strict=True)
+            if start < stop
+            for piece in self._document_slices(int(start), int(stop))
+        ]
+        return np.array(pieces, dtype=np.int64).reshape(-1, 6)
+
+    def pairs(self) -> int:
+        """Count the (query, key) pairs that may be read: what softmax attention costs."""
+        return int(count_pairs(self.slices).sum())
+
+    def _document_slices(self, start: int, stop: int) -> list[tuple[int, int, int, int, int, int]]:
+        first, last = np.searchsorted(self.blocks[:, 0], [start, stop])
+        blocks = [(int(a), int(b)) for a, b in self.blocks[first:last]]
+        if self.window and self.window < stop - start:
+            return self._windowed_slices(start, stop, blocks)
+        pieces = []
+        causal_from = start
+        if blocks and blocks[0][0] == start:  # a leading block is a full square: cheaper than two triangles
+            causal_from = blocks[0][1]
+            pieces.append(_full(start, causal_from, start, causal_from))
+            blocks = blocks[1:]
+        if causal_from < stop:
+            pieces.append((causal_from, stop, start, stop, start - stop, 0))
+        return pieces + [_above(a, b) for a, b in blocks if b - a > 1]
+
+    def _windowed_slices(
+        self, start: int, stop: int, blocks: list[tuple[int, int]]
+    ) -> list[tuple[int, int, int, int, int, int]]:
+        window, sink_end = self.window, min(start + self.sink, stop)
+        pieces = [(start, stop, start, stop, 1 - window, 0)]
+        if self.sink:
+            pieces.append((start + window, stop, start, sink_end, start - stop, -window))
+        for a, b in blocks:
+            if b - a > 1:
+                pieces.append(_above(a, b))
+            first_key = max(a, sink_end)
+            if first_key + window < b:  # what the window would hide inside the block
+                pieces.append((first_key + window, b, first_key, b - window, a - b, -window))
+        return pieces
+
+
+def count_pairs(slices: np.ndarray) -> np.ndarray:
+    """[slices] int64: pairs in each slice of `Mask.slices`, in closed form."""
+    q0, q1, k0, k1, lowest, highest = slices.T
+    shift = q0 - k0
+    below_highest = _pairs_below(q1 - q0, k1 - k0, highest + shift)
+    return below_highest - _pairs_below(q1 - q0, k1 - k0, lowest + shift - 1)
+
+
+def _pairs_below(rows: np.ndarray, columns: np.ndarray, diagonal: np.ndarray) -> np.ndarray:
+    """Count i < rows, j < columns with j - i <= diagonal."""
+
+    def ramp(x: np.ndarray) -> np.ndarray:  # sum of clamp(t, 0, columns) for t <= x
+        inside = np.clip(x, 0, columns)
+        return inside * (inside + 1) // 2 + np.maximum(x - columns, 0) * columns
+
+    return ramp(rows + diagonal) - ramp(diagonal)
+
+
+def _full(q0: int, q1: int, k0: int, k1: int) -> tuple[int, int, int, int, int, int]:
+    return q0, q1, k0, k1, k0 - q1 + 1, k1 - 1 - q0
+
+
+def _above(start: int, stop: int) -> tuple[int, int, int, int, int, int]:
+    """Return the pairs of a square block in which the key comes after the query."""
+    return start, stop - 1, start + 1, stop, 1, stop - start
+
+
+def _both_ways_blocks(sequence: TokenSequence) -> np.ndarray:
+    blocks: list[tuple[int, int]] = []
+    unit = 0
+    prefix_of = -1  # the document whose leading prefix is still open, as blocks[-1]
+    for number, segment in enumerate(sequence.segments):
+        _check(segment)
+        start, stop = int(sequence.offsets[number]), int(sequence.offsets[number + 1])
+        units = sequence.unit_ranges[unit : unit + len(segment.units)]
+        unit += len(segment.units)
+        if start == stop:
+            continue
+        leads = start == 0 or sequence.documents[start - 1] != segment.document
+        in_prefix = segment.attends == "prefix" and (leads or prefix_of == segment.document)
+        prefix_of = segment.document if in_prefix else -1
+        if in_prefix:
+            blocks.append((blocks.pop()[0] if not leads else start, stop))
+        elif segment.attends == "both":
+            blocks += [(int(a), int(b)) for a, b in units if a < b]
+    return np.array(blocks, dtype=np.int64).reshape(-1, 2)
+
+
+def _check(segment: Segment) -> None:
+    if segment.attends not in ATTENDS:
+        raise ValueError(f"a segment attends '{segment.attends}', which is unknown; use one of {', '.join(ATTENDS)}")
+    if segment.attends == "both" and segment.kind == "text":
+        raise ValueError("a text segment attends 'both', but has no units to see as a whole; use 'prefix' or 'causal'")

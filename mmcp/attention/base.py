@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -97,3 +97,57 @@ class Attention(nn.Module, ABC):
         inputs: one [s, heads present, dim] per entry of `tensors`, tokens in sequence order
         returns [s, query heads present, out_dim]
         """
+
+    @abstractmethod
+    def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
+        """Compute what `forward` must give, slowly and in float64: the specification."""
+
+
+class LocalAttention(nn.Module):
+    """All heads of a layer on one rank: the call that a parallel wrapper answers too."""
+
+    def __init__(self, core: Attention, heads: HeadShare):
+        super().__init__()
+        self.core, self.heads = core, heads
+
+    def forward(self, inputs: dict[str, Tensor], info: RowInfo) -> Tensor:
+        """Attend: one [s, heads, dim] per entry of the core's `tensors` -> [s, h, out_dim]."""
+        return self.core(inputs, info, self.heads)
+
+
+class Variant(Protocol):
+    """What the config of an attention variant answers; register it with `@ATTENTION.register(name)`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def rotary(self) -> bool:
+        """Whether queries and keys are turned by their positions before the core sees them."""
+
+    @property
+    def output_gate(self) -> bool:
+        """Whether the layer multiplies the output by sigmoid(gate(x))."""
+
+    @property
+    def layout(self) -> Literal["any", "contiguous"]:
+        """Tokens a rank may hold when the sequence stays split; under Ulysses any layout will do."""
+
+    def build(self, *, heads: int, head_dim: int) -> Attention:
+        """Make the core of a layer with `heads` query heads in all."""
+
+    @property
+    def window(self) -> int:
+        """Tokens a query sees looking back, itself included; 0: all of its document."""
+
+    def pair_flops(self, head_dim: int) -> int:
+        """Forward FLOPs of one query head for one visible (query, key) pair."""
+
+    def token_flops(self, head_dim: int) -> int:
+        """Forward FLOPs of one query head per token, whatever it sees."""
+
+    def flops(self, mask: Mask, *, heads: int, head_dim: int) -> int:
+        """Count the forward FLOPs of `heads` query heads on one row."""
+
+    def state_bytes(self, *, heads: int, head_dim: int) -> int:
+        """Bytes of state that a run of tokens hands on to the next; 0 where there is none."""

@@ -134,9 +134,9 @@ def _accuracy_section(run_folder: Path, results: dict) -> Section:
 
 
 def _shard_sections(run_folder: Path) -> list[Section]:
-    """Show the first step's plan, when the run stored it and its record."""
-    plan, record = run_folder / "plan.json", _read_json(run_folder / "inspect.json")
-    if not plan.is_file() or not record:
+    """Show the first row of the first step, when the run stored its plan and its record."""
+    plans, record = _read_json(run_folder / "plan.json").get("rows"), _read_json(run_folder / "inspect.json")
+    if not plans or not record:
         return [Section(title="The sequence over the ranks", text=NO_DATA)]
     save_shards(run_folder / "report" / "shards.png", record)
-    return shard_sections(record, ShardPlan.from_json(plan.read_text(encoding="utf-8")), sequence=None)
+    return shard_sections(record, ShardPlan.from_json(json.dumps(plans[0])), sequence=None)

@@ -1,0 +1,208 @@
+"""Decode given frames, one image: exactly those asked for, each in the model's size as soon as it is decoded.
+
+Pictures come out upright (display matrix, EXIF), with square pixels, in RGB. Resizing is swscale's bicubic filter with
+exact rounding, widened when it shrinks (antialiased), on one thread: the same bits on every run. What is transparent
+shows BACKGROUND. Interlaced frames are given as stored, both fields woven. An animated image is its first frame.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import av
+import numpy as np
+from av.video.reformatter import Interpolation, VideoReformatter
+from PIL import Image, ImageOps
+
+from data_pipelines.container import ClipIndex, VideoTrack
+from data_pipelines.media import MediaError, MediaFile, as_media_file, open_container
+from data_pipelines.track_reader import TrackReader
+
+BACKGROUND = 255  # white, as a page
+FILTER = (
+    Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT | Interpolation.BITEXACT
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """What decode_frames gives."""
+
+    pixels: np.ndarray
+    """[n, h, w, 3] uint8."""
+    num_decoded: int
+    """Packets that went through the decoder."""
+    damaged: tuple[int, ...]
+    """Frames among those asked for that the decoder had to repair, because the file's bytes are wrong."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A stretch of packets, decoded without a gap, and the frames wanted of it."""
+
+    start: int
+    stop: int
+    frames: list[int]
+
+
+def decode_frames(source: str | MediaFile, index: ClipIndex, frames: Sequence[int], size: tuple[int, int]) -> Frames:
+    """Decode frames by number, in one pass through the file; repeats and any order are fine.
+
+    frames: [n]     numbers in display order
+    size: (h, w)    of the result, upright
+    Raises MediaError with the file and the time when a frame cannot be decoded.
+    """
+    source, track = as_media_file(source), _video(source, index)
+    wanted, rows = np.unique(np.asarray(frames, dtype=np.int64), return_inverse=True)
+    if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < track.num_frames:
+        raise ValueError(f"{source} has frames 0..{track.num_frames - 1}, asked for {wanted[0]}..{wanted[-1]}")
+    distinct = np.empty((len(wanted), *size, 3), dtype=np.uint8)
+    row_of = {int(frame): row for row, frame in enumerate(wanted)}
+    damaged, num_decoded = [], 0
+    with open_container(source) as container:
+        reader = TrackReader(container, track, str(source))
+        convert = Upright(track.turn, size)
+        for run in _runs(track, wanted):
+            num_decoded += run.stop - run.start
+            missing = set(run.frames)
+            for number, picture in _pictures(reader, track, run):
+                if number in missing:
+                    missing.remove(number)
+                    distinct[row_of[number]] = convert(picture)
+                    if picture.is_corrupt:
+                        damaged.append(number)
+            if missing:
+                lost = min(missing)
+                raise MediaError(str(source), f"frame {lost} cannot be decoded", index.frame_time(lost))
+    in_order = np.array_equal(rows, np.arange(len(wanted)))
+    return Frames(distinct if in_order else distinct[rows], num_decoded, tuple(damaged))
+
+
+def _video(source: MediaFile, index: ClipIndex) -> VideoTrack:
+    if index.video is None:
+        raise MediaError(str(source), "no video stream")
+    return index.video
+
+
+def _runs(track: VideoTrack, wanted: np.ndarray) -> list[Run]:
+    """Cut the frames wanted into runs: a decoder starts anew where an entry lies beyond all that it needed so far."""
+    runs: list[Run] = []
+    for frame, start, stop in zip(wanted, track.starts(wanted), track.stops(wanted), strict=True):
+        if not runs or start > runs[-1].stop:
+            runs.append(Run(int(start), int(stop), []))
+        runs[-1].stop = max(runs[-1].stop, int(stop))
+        runs[-1].frames.append(int(frame))
+    return runs
+
+
+def _pictures(reader: TrackReader, track: VideoTrack, run: Run) -> Iterator[tuple[int, av.VideoFrame]]:
+    """Yield (frame number, picture) of a run.
+
+    Each packet carries its frame's number through the decoder in place of its pts, so that no container's or
+    decoder's idea of time can mix frames up. Counted tracks number what comes out.
+    """
+    frame_of = np.full(len(track.sizes), -1, dtype=np.int64)
+    frame_of[track.packet] = np.arange(track.num_frames)
+    reader.go_to(run.start)
+    decoder = reader.stream.codec_context
+    decoder.flush_buffers()
+    counted = int(track.entry_frames[np.searchsorted(track.entry_packets, run.start)])
+    for number in range(run.start, run.stop + 1):
+        packet = None
+        if number < run.stop:
+            packet = reader.read()
+            packet.pts = int(frame_of[number]) if frame_of[number] >= 0 else None
+            packet.dts = None
+        try:
+            pictures = decoder.decode(packet)
+        except av.error.FFmpegError:
+            continue  # a frame that is lost by this is missed by the caller
+        for picture in pictures:
+            if track.counted:
+                yield counted, picture
+                counted += 1
+            elif picture.pts is not None:
+                yield picture.pts, picture
+
+
+class Upright:
+    """Turns a decoded picture into [h, w, 3] uint8: RGB, upright, resized, nothing transparent."""
+
+    def __init__(self, turn: tuple[bool, bool, bool], size: tuple[int, int]):
+        self.turn, self.size = turn, size
+        self.reformatter = VideoReformatter()
+
+    def __call__(self, picture: av.VideoFrame) -> np.ndarray:
+        transpose, mirror_x, mirror_y = self.turn
+        height, width = self.size[::-1] if transpose else self.size
+        has_alpha = any(component.is_alpha for component in picture.format.components)
+        pixels = self.reformatter.reformat(
+            picture, width, height, "rgba" if has_alpha else "rgb24", interpolation=FILTER, threads=1
+        ).to_ndarray()
+        pixels = on_background(pixels) if has_alpha else pixels
+        pixels = pixels.swapaxes(0, 1) if transpose else pixels
+        pixels = pixels[:, ::-1] if mirror_x else pixels
+        return pixels[::-1] if mirror_y else pixels
+
+
+def on_background(pixels: np.ndarray) -> np.ndarray:
+    """Composite on BACKGROUND: [h, w, 4] uint8 -> [h, w, 3] uint8."""
+    colour, alpha = pixels[..., :3].astype(np.uint32), pixels[..., 3:].astype(np.uint32)
+    return ((colour * alpha + BACKGROUND * (255 - alpha) + 127) // 255).astype(np.uint8)
+
+
+def image_size(source: str | MediaFile) -> tuple[int, int]:
+    """Height and width of an image as a viewer shows it, from its header. Raises MediaError."""
+    with _open_image(as_media_file(source)) as image:
+        width, height = image.size
+        turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)  # EXIF orientation with a quarter turn
+        return (width, height) if turned else (height, width)
+
+
+def decode_image(source: str | MediaFile, size: tuple[int, int]) -> np.ndarray:
+    """Decode an image: upright, transparency on BACKGROUND, resized (bicubic, antialiased) to [h, w, 3] uint8.
+
+    size: (h, w)  of the result
+    Raises MediaError.
+    """
+    source = as_media_file(source)
+    try:
+        with _open_image(source) as image:
+            upright = _as_rgb(ImageOps.exif_transpose(image))
+            return np.asarray(upright.resize(size[::-1], Image.Resampling.BICUBIC))
+    except (OSError, SyntaxError) as error:
+        raise MediaError(str(source), f"the image cannot be decoded ({error})") from None
+
+
+class _open_image:
+    """Context of an open PIL image over the file's bytes, both closed at the end; MediaError when it is none."""
+
+    def __init__(self, source: MediaFile):
+        self.source = source
+
+    def __enter__(self) -> Image.Image:
+        self.file = self.source.open()
+        try:
+            if self.file.size == 0:
+                raise MediaError(str(self.source), "empty file (0 bytes)")
+            self.image = Image.open(self.file)
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            self.file.close()
+            raise MediaError(str(self.source), f"not an image ({error})") from None
+        except MediaError:
+            self.file.close()
+            raise
+        return self.image
+
+    def __exit__(self, *_: object) -> None:
+        self.image.close()
+        self.file.close()
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    """Any mode of PIL to RGB: 16-bit grey keeps its range, transparency shows BACKGROUND."""
+    if image.mode.startswith(("I", "F")):
+        grey = np.asarray(image, dtype=np.float64)
+        return Image.fromarray(np.clip(np.rint(grey / 257), 0, 255).astype(np.uint8)).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        return Image.fromarray(on_background(np.asarray(image.convert("RGBA"))))
+    return image.convert("RGB")

@@ -1,0 +1,86 @@
+"""Decode the units of one track that a plan gives to one rank; runs in a decode worker."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from data_pipelines.container import ClipIndex
+from data_pipelines.decode import decode_frames, decode_image
+from data_pipelines.media import MediaFile
+from data_pipelines.sound import decode_audio
+from mmcp.sequence import Unit
+
+SOUND_RUN = 64  # windows decoded at once: a minute of one-second windows, 4 MB of samples
+
+LogMel = Callable[..., np.ndarray]
+"""(samples, first, total, *, frames) -> [bins, frames] raw log-mel; `first` counts from the start of the sound."""
+Needed = Callable[..., tuple[int, int]]
+"""(first, total, *, frames) -> first and last + 1 sample that such a piece is computed from."""
+
+
+def decode_units(
+    kind: str, file: MediaFile, index: ClipIndex | None, units: Sequence[Unit], log_mel: LogMel, needed: Needed
+) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Decode units of one kind from one file, in order.
+
+    Returns a header {"seconds", "frames", "notes"} (seconds spent, video frames decoded, damage found) and an array per
+    unit: image [h, w, 3] and video [f, h, w, 3] uint8, audio [bins, frames] float32.
+    Raises MediaError for a file that cannot be read.
+    """
+    began = time.perf_counter()
+    frames, notes = 0, []
+    if kind == "image":
+        arrays = [decode_image(file, unit.size) for unit in units]
+    elif kind == "video":
+        arrays, frames, notes = _video(file, index, units)
+    else:
+        arrays, notes = _sound(file, index, units, log_mel, needed)
+    return {"seconds": time.perf_counter() - began, "frames": frames, "notes": notes}, arrays
+
+
+def _video(file: MediaFile, index: ClipIndex, units: Sequence[Unit]) -> tuple[list[np.ndarray], int, list[str]]:
+    arrays, decoded, notes = [], 0, []
+    for size, run in groupby(units, key=lambda unit: unit.size[1:]):
+        group = list(run)
+        wanted = sorted({frame for unit in group for frame in unit.items})
+        found = decode_frames(file, index, wanted, size)
+        place = {frame: i for i, frame in enumerate(wanted)}
+        arrays += [found.pixels[[place[frame] for frame in unit.items]] for unit in group]
+        decoded += found.num_decoded
+        if found.damaged:
+            notes.append(f"{file}: {len(found.damaged)} damaged frames were used, the first is {found.damaged[0]}")
+    return arrays, decoded, notes
+
+
+def _sound(
+    file: MediaFile, index: ClipIndex, units: Sequence[Unit], log_mel: LogMel, needed: Needed
+) -> tuple[list[np.ndarray], list[str]]:
+    begin, end = index.audio_samples
+    total, arrays, lost, cleaned = end - begin, [], 0, 0
+    for run in _runs(units):
+        low, _ = needed(run[0].items[0] - begin, total, frames=run[0].size[0])
+        _, high = needed(run[-1].items[0] - begin, total, frames=run[-1].size[0])
+        sound = decode_audio(file, index, low + begin, high + begin)
+        lost, cleaned = lost + sound.lost_packets, cleaned + sound.cleaned
+        for unit in run:
+            first, frames = unit.items[0] - begin, unit.size[0]
+            start, stop = needed(first, total, frames=frames)
+            arrays.append(log_mel(sound.samples[start - low : stop - low], first, total, frames=frames))
+    notes = [f"{file}: {lost} sound packets could not be decoded and are silent"] if lost else []
+    notes += [f"{file}: {cleaned} samples were not finite and became 0"] if cleaned else []
+    return arrays, notes
+
+
+def _runs(units: Sequence[Unit]) -> Iterator[list[Unit]]:
+    """Join windows that follow each other, so that their overlap is decoded once."""
+    run: list[Unit] = []
+    for unit in units:
+        if run and (run[-1].items[1] != unit.items[0] or len(run) == SOUND_RUN):
+            yield run
+            run = []
+        run.append(unit)
+    if run:
+        yield run

@@ -1,0 +1,284 @@
+"""Rows of a JSONL manifest as typed samples. Two forms, told apart by their field:
+
+    {"id": "a", "task": "colour", "messages": [
+        {"role": "user", "content": [{"type": "video", "video": "clip.mp4", "audio": true},
+                                     {"type": "text", "text": "Which colour flashed?"}]},
+        {"role": "assistant", "content": "red"}]}
+
+    {"id": "b", "video": "clip.mp4", "conversations": [          (LLaVA)
+        {"from": "human", "value": "<video>\\nWhich colour flashed?"},
+        {"from": "gpt", "value": "red"}]}
+
+Text is data: only in the LLaVA form do the marks <video>, <image> and <audio> stand for media, in the order of the
+row's fields video(s), image(s) and audio(s). Paths are relative to the manifest's folder. Lone surrogates, which no
+tokenizer can encode, become U+FFFD and are counted.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipelines.examine import MEDIA_KINDS
+
+ROLES = ("system", "user", "assistant")
+LLAVA_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+MARKS = re.compile(f"<({'|'.join(MEDIA_KINDS)})>")
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+Resolve = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One piece of a turn: text, or one media file."""
+
+    kind: str
+    """text, image, video or audio."""
+    text: str = ""
+    media: str = ""
+    """The file, or its name among the media of a shard set."""
+    audio: bool = True
+    """Video: whether the sound of the file is used, when it has any."""
+
+
+Turn = tuple[str, tuple[Item, ...]]
+"""A role (system, user or assistant) and its items."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One row: a conversation with media in it."""
+
+    id: str
+    row: int
+    """Line of the manifest, from 1."""
+    turns: tuple[Turn, ...]
+    task: str = ""
+    """The kind of question, for evaluation; empty when the row names none."""
+    replaced: int = 0
+    """Lone surrogates that became U+FFFD."""
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        return tuple(item for _, items in self.turns for item in items)
+
+    @property
+    def media(self) -> tuple[tuple[str, str], ...]:
+        """(kind, file) of every media item, in order."""
+        return tuple((item.kind, item.media) for item in self.items if item.kind != "text")
+
+
+class RowError(ValueError):
+    """A row that cannot be used: manifest, row, id, what is wrong, and what to do about it."""
+
+    def __init__(self, manifest: str, row: int, id: str, what: str, file: str = ""):
+        super().__init__(manifest, row, id, what, file)
+        self.manifest, self.row, self.id, self.what, self.file = manifest, row, id, what, file
+
+    def __str__(self) -> str:
+        named = f" (id '{self.id}')" if self.id else ""
+        return f"{self.manifest}, row {self.row}{named}: {self.what}"
+
+
+class _Wrong(ValueError):
+    """What is wrong with a row, before its place is known."""
+
+    def __init__(self, what: str, file: str = ""):
+        super().__init__(what)
+        self.file = file
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Iterator[Sample | RowError]:
+    """Read a manifest row by row: a sample, or what is wrong with the row. Blank lines are no rows.
+
+    Raises ValueError when the manifest itself cannot be read.
+    """
+    for row, line in read_lines(path):
+        yield parse_line(line, manifest=os.fspath(path), row=row)
+
+
+def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
+    """Yield (row, line) of every line that is not blank."""
+    try:
+        with open(path, "rb") as file:
+            for row, line in enumerate(file, start=1):
+                if line.strip():
+                    yield row, line
+    except OSError as error:
+        raise ValueError(f"manifest {path} cannot be read ({error.strerror}); give the path of a JSONL file") from None
+
+
+def parse_line(line: bytes, *, manifest: str, row: int) -> Sample | RowError:
+    """Parse one row of the manifest at path `manifest`; its media must exist."""
+    folder = Path(manifest).parent
+    data: object = None
+    try:
+        data = load_json(line)
+        return parse_row(data, row=row, resolve=lambda name: _existing_file(folder, name))
+    except _Wrong as error:
+        name = data.get("id", "") if isinstance(data, dict) else ""
+        return RowError(manifest, row, _clean(str(name))[0], str(error), error.file)
+
+
+def load_json(line: bytes) -> object:
+    """Strict JSON: UTF-8, no NaN or Infinity, no key twice."""
+    try:
+        return json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+    except UnicodeDecodeError as error:
+        raise _Wrong(f"is not UTF-8 (byte {error.start}); save the manifest as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise _Wrong(f"is not valid JSON ({error.msg} at column {error.colno}); one object a line") from None
+    except RecursionError:
+        raise _Wrong("is nested too deeply; one object a line") from None
+
+
+def parse_row(data: object, *, row: int, resolve: Resolve) -> Sample:
+    """Make a sample of a row's object. `resolve` turns a media name into a path, or raises."""
+    if not isinstance(data, dict):
+        raise _Wrong(f"is a JSON {type(data).__name__}, not an object")
+    forms = [form for form in ("messages", "conversations") if form in data]
+    if len(forms) != 1:
+        found = "both" if forms else f"neither (its fields: {', '.join(map(str, data)) or 'none'})"
+        raise _Wrong(f"needs the field 'messages' or 'conversations', has {found}")
+    media = {kind: _media_field(data, kind) for kind in MEDIA_KINDS}
+    if forms == ["messages"]:
+        given = [kind for kind in MEDIA_KINDS if media[kind]]
+        if given:
+            raise _Wrong(
+                f"has media in the field '{given[0]}', which the form 'messages' does not read; "
+                f'put {{"type": "{given[0]}", "{given[0]}": PATH}} into a content list'
+            )
+        turns = _message_turns(_turns_field(data, "messages"), resolve)
+    else:
+        turns = _llava_turns(_turns_field(data, "conversations"), media, resolve)
+    if not any(item.text or item.media for _, items in turns for item in items):
+        raise _Wrong("is an empty conversation: no text and no media")
+    return _cleaned(str(data.get("id", row)), row, turns, data.get("task", ""))
+
+
+def _cleaned(id: str, row: int, turns: list[Turn], task: object) -> Sample:
+    """Put the sample together, lone surrogates replaced."""
+    if not isinstance(task, str):
+        raise _Wrong(f"has task {task!r}; a task is a name")
+    replaced, clean_turns = 0, []
+    for role, items in turns:
+        clean_items = []
+        for item in items:
+            text, count = _clean(item.text)
+            replaced += count
+            clean_items.append(Item(kind=item.kind, text=text, media=item.media, audio=item.audio) if count else item)
+        clean_turns.append((role, tuple(clean_items)))
+    return Sample(id=_clean(id)[0], row=row, turns=tuple(clean_turns), task=_clean(task)[0], replaced=replaced)
+
+
+def _clean(text: str) -> tuple[str, int]:
+    return LONE_SURROGATE.subn("\ufffd", text)
+
+
+def _turns_field(data: dict, name: str) -> list[dict]:
+    turns = data[name]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise _Wrong(f"has a field '{name}' that is no list of objects")
+    if not turns:
+        raise _Wrong(f"has an empty conversation: '{name}' is []")
+    return turns
+
+
+def _media_field(data: dict, kind: str) -> list[str]:
+    """The paths in the field `kind` or `kind`s: one path, or a list."""
+    names = [name for name in (kind, f"{kind}s") if data.get(name) is not None]
+    if len(names) > 1:
+        raise _Wrong(f"has both fields '{kind}' and '{kind}s'; use one")
+    value = data[names[0]] if names else []
+    paths = [value] if isinstance(value, str) else value
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise _Wrong(f"has a field '{names[0]}' that is neither a path nor a list of paths")
+    return paths
+
+
+def _message_turns(messages: list[dict], resolve: Resolve) -> list[Turn]:
+    turns = []
+    for number, message in enumerate(messages):
+        role = message.get("role")
+        if role not in ROLES:
+            raise _Wrong(f"has role {role!r} in message {number}; use one of {', '.join(ROLES)}")
+        if "content" not in message:
+            raise _Wrong(f"has no field 'content' in message {number}")
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, list):
+            raise _Wrong(f"has content in message {number} that is neither text nor a list of items")
+        turns.append((role, tuple(_content_item(part, number, resolve) for part in parts)))
+    return turns
+
+
+def _content_item(part: object, number: int, resolve: Resolve) -> Item:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", *MEDIA_KINDS):
+        raise _Wrong(f"has a content item of type {kind!r} in message {number}; use text, {', '.join(MEDIA_KINDS)}")
+    known = {"type", kind} | ({"audio"} if kind == "video" else set())
+    unknown = sorted(set(part) - known)
+    if unknown:
+        raise _Wrong(f"has the unknown field '{unknown[0]}' in a {kind} item; known: {', '.join(sorted(known))}")
+    value = part.get(kind)
+    if not isinstance(value, str):
+        raise _Wrong(f"has a {kind} item without the field '{kind}' in message {number}")
+    if kind == "text":
+        return Item(kind="text", text=value)
+    audio = part.get("audio", True) if kind == "video" else True
+    if not isinstance(audio, bool):
+        raise _Wrong(f"has audio {audio!r} in a video item; use true or false")
+    return Item(kind=kind, media=resolve(value), audio=audio)
+
+
+def _llava_turns(conversations: list[dict], media: dict[str, list[str]], resolve: Resolve) -> list[Turn]:
+    turns = []
+    left = {kind: iter(paths) for kind, paths in media.items()}
+    marks = dict.fromkeys(MEDIA_KINDS, 0)
+    for number, turn in enumerate(conversations):
+        role = LLAVA_ROLES.get(turn.get("from"))
+        if role is None:
+            raise _Wrong(f"has 'from' {turn.get('from')!r} in turn {number}; use human, gpt or system")
+        if not isinstance(turn.get("value"), str):
+            raise _Wrong(f"has no text in the field 'value' of turn {number}")
+        items = []
+        for i, piece in enumerate(MARKS.split(turn["value"])):
+            if i % 2:
+                marks[piece] += 1
+                path = next(left[piece], None)
+                items.append(Item(kind=piece, media="" if path is None else resolve(path)))
+            elif piece:
+                items.append(Item(kind="text", text=piece))
+        turns.append((role, tuple(items)))
+    for kind in MEDIA_KINDS:
+        if marks[kind] != len(media[kind]):
+            given = f"{len(media[kind])} file{'s' if len(media[kind]) != 1 else ''}"
+            raise _Wrong(f"has {marks[kind]} <{kind}> marks for {given}; write one mark for each file")
+    return turns
+
+
+def _existing_file(folder: Path, name: str) -> str:
+    path = folder / name
+    try:
+        exists = path.is_file()
+    except (OSError, ValueError):
+        exists = False
+    if not exists:
+        raise _Wrong(f"names the file '{name}', which is not there (looked at {path.absolute()})", file=name)
+    return str(path)
+
+
+def _refuse_constant(name: str) -> None:
+    raise _Wrong(f"holds {name}, which JSON does not know")
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict:
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _Wrong(f"has the field '{twice}' twice")
+    return data

@@ -1,0 +1,224 @@
+"""Decode a range of sound as 16 kHz mono on the clip's clock. The same samples whatever the range they are cut by.
+
+Downmix. A sample is the sum of the channels by WEIGHTS, divided by the sum of the weights. The centre, where films keep
+speech, counts most, and the two sides of a pair count 3 : 2, so that a pair in opposite phase does not vanish.
+Channels of unknown places count 3 : 2 in turn.
+
+Rate. FFmpeg's swresample, started on a sample that both rates share and drained at the end.
+
+Independence of the cut. Decoders carry state: sound is decoded in blocks of BLOCK seconds that lie fixed on the track,
+each by a decoder that starts PREROLL seconds earlier, and a range takes what it needs of its blocks. Up to the first
+BLOCK seconds, and beyond for every codec whose state dies out within the preroll, this is bit for bit what decoding
+from the start gives. (Codecs that fill bands with random noise, AAC with noise substitution among them, draw other
+noise.) A track whose positions are not exact is one block.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from math import ceil, gcd
+
+import av
+import numpy as np
+
+from data_pipelines.container import SAMPLE_RATE, AudioTrack, ClipIndex
+from data_pipelines.demux import JOIN_TOLERANCE
+from data_pipelines.media import MediaError, MediaFile, as_media_file, open_container
+from data_pipelines.track_reader import TrackReader
+
+BLOCK = 60  # seconds
+PREROLL = 2  # seconds
+FILTER_REACH = 64  # samples at the lower of the two rates: swresample's filter sees 16 to each side
+WEIGHTS = {"FC": 1.2, "FL": 0.6, "FR": 0.4, "LFE": 0.25, "LFE2": 0.25}
+LEFT, RIGHT = 0.42, 0.28  # every other channel, by its side
+UNKNOWN = (0.6, 0.4)
+CHUNK = 1 << 16
+TAG_BITS = 24  # a packet's number travels as the high bits of its pts; the decoder adds the samples it skips below
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """What decode_audio gives."""
+
+    samples: np.ndarray
+    """[n] float32 at 16 kHz, within -1 and 1; 0 where the track has no sound."""
+    lost_packets: int
+    """Packets that could not be decoded; silence stands for them."""
+    cleaned: int
+    """Samples of the source that were not finite and became 0."""
+    bounded: int
+    """Samples of the result that were beyond -1 or 1."""
+
+
+@dataclass
+class Damage:
+    """Counts what is wrong while decoding."""
+
+    lost_packets: int = 0
+    cleaned: int = 0
+
+
+def decode_audio(source: str | MediaFile, index: ClipIndex, first: int, last: int) -> Sound:
+    """Decode samples first..last - 1 at 16 kHz; sample n is at n / 16000 s on the clip's clock.
+
+    Before the track's start and after its end there are zeros. Memory: the result, and a few frames.
+    Raises MediaError when the file has no sound or cannot be read.
+    """
+    source, track = as_media_file(source), index.audio
+    if track is None:
+        raise MediaError(str(source), "no audio stream")
+    if first > last:
+        raise ValueError(f"samples {first}..{last} are not a range; first must not exceed last")
+    samples = np.zeros(last - first, dtype=np.float32)
+    begin, end = index.audio_samples
+    low, high = max(first, begin) - begin, min(last, end) - begin
+    damage = Damage()
+    if low < high:
+        with open_container(source) as container:
+            reader = TrackReader(container, track, str(source))
+            for position, part in _resampled(reader, track, low, high, damage):
+                kept = part[max(0, low - position) : max(0, high - position)]
+                at = max(position, low) + begin - first
+                samples[at : at + len(kept)] = kept
+    bounded = int((np.abs(samples) > 1).sum())
+    return Sound(np.clip(samples, -1, 1, out=samples), damage.lost_packets, damage.cleaned, bounded)
+
+
+def _resampled(
+    reader: TrackReader, track: AudioTrack, low: int, high: int, damage: Damage
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (position at 16 kHz from the track's start, samples) that cover low..high and a little more."""
+    step = track.rate // gcd(track.rate, SAMPLE_RATE)
+    reach = FILTER_REACH * max(1, ceil(track.rate / SAMPLE_RATE))
+    start = max(0, low * track.rate // SAMPLE_RATE - reach) // step * step
+    stop = min(track.num_samples, -(-high * track.rate // SAMPLE_RATE) + reach)
+    parts = _contiguous(_mono(reader, track, start, stop, damage), start, stop)
+    position = start * SAMPLE_RATE // track.rate
+    if track.rate == SAMPLE_RATE:
+        for part in parts:
+            yield position, part
+            position += len(part)
+        return
+    resampler = av.AudioResampler(format="flt", layout="mono", rate=SAMPLE_RATE)
+    fed = 0
+    for part in parts:
+        frame = av.AudioFrame.from_ndarray(part[None], format="flt", layout="mono")
+        frame.sample_rate, frame.pts, frame.time_base = track.rate, fed, Fraction(1, track.rate)
+        fed += len(part)
+        for out in resampler.resample(frame):
+            yield position, out.to_ndarray()[0]
+            position += out.samples
+    for out in resampler.resample(None):
+        yield position, out.to_ndarray()[0]
+        position += out.samples
+
+
+def _contiguous(parts: Iterator[tuple[int, np.ndarray]], start: int, stop: int) -> Iterator[np.ndarray]:
+    """Samples start..stop in pieces of CHUNK: gaps are zeros, of an overlap the earlier part is kept."""
+    piece = np.zeros(min(CHUNK, stop - start), dtype=np.float32)
+    base = cursor = start
+    for position, part in parts:
+        part = part[max(0, cursor - position) : max(0, stop - position)]
+        position = min(max(position, cursor), stop)
+        while position + len(part) >= base + len(piece):
+            taken = max(0, base + len(piece) - position)
+            piece[len(piece) - taken :] = part[:taken]
+            yield piece
+            position, part = position + taken, part[taken:]
+            base += len(piece)
+            piece = np.zeros(min(CHUNK, stop - base), dtype=np.float32)
+            if base == stop:
+                return
+        piece[position - base : position - base + len(part)] = part
+        cursor = position + len(part)
+    while base < stop:
+        yield piece
+        base += len(piece)
+        piece = np.zeros(min(CHUNK, stop - base), dtype=np.float32)
+
+
+def _mono(
+    reader: TrackReader, track: AudioTrack, start: int, stop: int, damage: Damage
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (position at the track's rate, mono samples) of all packets that touch start..stop, in order."""
+    whole = not (track.exact and track.seekable)
+    length = max(1, track.num_samples) if whole else BLOCK * track.rate
+    for block in range(start // length, -(-stop // length)):
+        first, last = np.searchsorted(track.position, [block * length, (block + 1) * length])
+        if whole:
+            first, last = 0, len(track.pts)
+        warm = np.searchsorted(track.position, track.position[min(first, len(track.pts) - 1)] - PREROLL * track.rate)
+        yield from _decoded(reader, track, (int(warm) if first else 0, int(first), int(last)), stop, damage)
+
+
+def _decoded(
+    reader: TrackReader, track: AudioTrack, span: tuple[int, int, int], stop: int, damage: Damage
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Decode packets span[1]..span[2] with a decoder that starts at span[0]; ends early once past `stop`."""
+    warm, first, last = span
+    reader.go_to(warm)
+    decoder = reader.stream.codec_context
+    decoder.flush_buffers()
+    current, used, cursor = -1, 0, None
+    for number in range(warm, last + 1):
+        packet = None
+        if number < last:
+            packet = reader.read()
+            packet.pts, packet.dts = number << TAG_BITS, None
+        try:
+            frames = decoder.decode(packet)
+        except av.error.FFmpegError:
+            damage.lost_packets += number >= first
+            continue
+        for frame in frames:
+            if frame.pts is not None and frame.pts >> TAG_BITS != current:
+                current, used = frame.pts >> TAG_BITS, 0
+                due = int(track.position[current])
+                if track.exact or cursor is None or abs(due - cursor) > JOIN_TOLERANCE * track.rate:
+                    cursor = due
+            if frame.sample_rate != track.rate:
+                reason = f"its sound changes from {track.rate} to {frame.sample_rate} samples a second"
+                raise MediaError(reader.path, reason, Fraction(cursor or 0, track.rate))
+            part = _downmix(frame, damage if current >= first else Damage())
+            if track.exact:
+                part = part[: max(0, int(track.count[current]) - used)]
+            used += len(part)
+            if current >= first:
+                yield cursor, part
+            cursor += len(part)
+        if cursor is not None and current >= first and cursor >= stop:
+            return
+
+
+def _downmix(frame: av.AudioFrame, damage: Damage) -> np.ndarray:
+    """One frame in any format and layout -> [n] float32 mono."""
+    channels = frame.layout.nb_channels
+    samples = frame.to_ndarray()
+    if not frame.format.is_planar:
+        samples = samples.reshape(-1, channels).T
+    if samples.dtype == np.uint8:
+        samples = (samples.astype(np.float32) - 128) / 128
+    elif samples.dtype.kind == "i":
+        samples = samples.astype(np.float32) / -float(np.iinfo(samples.dtype).min)
+    weights = channel_weights(frame.layout.name, channels)
+    mono = weights @ samples.astype(np.float32, copy=False)
+    if not np.isfinite(mono).all():
+        finite = np.isfinite(samples)
+        damage.cleaned += int((~finite).sum())
+        mono = weights @ np.where(finite, samples, 0).astype(np.float32)
+    return mono
+
+
+@cache
+def channel_weights(layout: str, channels: int) -> np.ndarray:
+    """[channels] float32: the share of each channel in the mono sum; they add up to 1. FFmpeg's names of layouts."""
+    try:
+        names = [channel.name for channel in av.AudioLayout(layout).channels]
+    except ValueError:
+        names = []
+    if len(names) != channels or "NONE" in names or "?" in "".join(names):
+        weights = [UNKNOWN[i % 2] for i in range(channels)]
+    else:
+        weights = [WEIGHTS.get(name, RIGHT if name.endswith("R") else LEFT) for name in names]
+    return (np.array(weights) / sum(weights)).astype(np.float32)

@@ -1,0 +1,1 @@
+"""The modules behind the encoders' configs; importing them imports torch."""

@@ -1,0 +1,198 @@
+"""What every job shares: the config of a run, and the model and plans that it describes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
+from data_pipelines.clip import ClipConfig
+from encoders import ENCODERS, AudioWindows, Encoder, ImagePatches, TokenizerConfig, VideoPatches
+from mmcp.config import OneOf, config
+from mmcp.model.backbone import BackboneConfig
+from mmcp.model.vlm import VideoLM
+from mmcp.parallel.mesh import MeshConfig
+from mmcp.sequence import TokenSequence
+from mmcp.sharding.cost import CostModel, LayerCost, Rates, row_costs
+from mmcp.sharding.plan import ShardPlan
+from mmcp.sharding.step import StepPlan, plan_step
+from mmcp.sharding.strategies import STRATEGIES
+from mmcp.training.optim import OptimConfig
+from mmcp.training.train import TrainConfig
+
+
+@config
+class ModelConfig:
+    """Encoders and backbone."""
+
+    backbone: BackboneConfig
+    image: Annotated[Any, OneOf(ENCODERS)] = ImagePatches()
+    video: Annotated[Any, OneOf(ENCODERS)] = VideoPatches()
+    audio: Annotated[Any, OneOf(ENCODERS)] = AudioWindows()
+
+    def __post_init__(self):
+        for kind, encoder in self.encoders.items():
+            if encoder.kind != kind:
+                raise ValueError(f"{kind}: encoder '{encoder.name}' encodes {encoder.kind}; choose one for {kind}")
+
+    @property
+    def encoders(self) -> dict[str, Encoder]:
+        """By segment kind."""
+        return {"audio": self.audio, "image": self.image, "video": self.video}
+
+
+@config
+class ShardingConfig:
+    """How a row is split over the ranks of a group."""
+
+    strategy: str = "balanced"
+    """Name of a registered sharding strategy."""
+    call_tokens: PositiveInt = 4096
+    """Most rows that one encoder call makes (one unit at least)."""
+
+    def __post_init__(self):
+        if self.strategy not in STRATEGIES:
+            known = ", ".join(sorted(STRATEGIES))
+            raise ValueError(f"sharding strategy '{self.strategy}' is unknown; use one of {known}")
+
+
+@config
+class DataConfig:
+    """Where samples come from and how they are joined."""
+
+    train: str
+    """Shards to train on: a folder of `mmcp prepare`, a file, or a pattern such as shard-{000..009}.tar."""
+    held_out: str = ""
+    """Shards to evaluate on; empty: none."""
+    held_out_samples: PositiveInt = 64
+    """Samples whose mean loss is measured during training: the first of the held-out shards."""
+    documents_per_step: PositiveInt = 8
+    """Samples of one optimizer step, over all ranks."""
+    row_tokens: PositiveInt = 4096
+    """Most tokens of one packed row; a step has as many rows, and so micro-batches, as its samples need."""
+    workers: PositiveInt = 1
+    """Decode workers of each rank."""
+    prefetch: PositiveInt = 2
+    """Steps planned and decoded ahead."""
+    deadline_s: PositiveFloat = 120.0
+    """Seconds a decode job may take before its worker is killed and its sample counts as unreadable."""
+
+
+@config
+class RunConfig:
+    """Everything that decides a run."""
+
+    folder: str
+    """Where the run is written."""
+    seed: NonNegativeInt = 0
+    """Of new weights and of the order of samples."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of the computation; bfloat16 keeps float32 parameters and sums."""
+    mesh: MeshConfig = MeshConfig()
+    sharding: ShardingConfig = ShardingConfig()
+    rates: Rates = Rates()
+    """Speeds that plans are priced with."""
+    data: DataConfig
+    clip: ClipConfig
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    model: ModelConfig
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+
+    def __post_init__(self):
+        if self.clip.budget.tokens > self.data.row_tokens:
+            raise ValueError(
+                f"clip.budget.tokens={self.clip.budget.tokens} lets a sample be longer than "
+                f"data.row_tokens={self.data.row_tokens}; lower the one or raise the other"
+            )
+        if self.train.evaluate_every and not self.data.held_out:
+            raise ValueError(f"train.evaluate_every={self.train.evaluate_every} needs data.held_out; name shards there")
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Type of the parameters: bfloat16 is a type of computation only."""
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Type that FSDP2 casts parameters to; None: as they are."""
+        return torch.bfloat16 if self.dtype == "bfloat16" else None
+
+    def planner(self, vocabulary: int) -> "Planner":
+        """Make the planner of this run."""
+        costs = cost_model(
+            self.model,
+            vocabulary=vocabulary,
+            dtype=self.compute_dtype or self.parameter_dtype,
+            call_tokens=self.sharding.call_tokens,
+            rates=self.rates,
+        )
+        return Planner(self.mesh, self.sharding, costs)
+
+
+def build_model(model: ModelConfig, *, vocabulary: int, seed: int, dtype: torch.dtype) -> VideoLM:
+    """Make the model with new weights, the same on every rank."""
+    width = model.backbone.width
+    torch.manual_seed(seed)
+    encoders = {kind: encoder.build(width) for kind, encoder in model.encoders.items()}
+    return VideoLM(model.backbone.build(), encoders, vocabulary=vocabulary, width=width).to(dtype)
+
+
+def cost_model(model: ModelConfig, *, vocabulary: int, dtype: torch.dtype, call_tokens: int, rates: Rates) -> CostModel:
+    """Price the model's parts by the methods of their configs."""
+    backbone, width, size = model.backbone, model.backbone.width, dtype.itemsize
+    return CostModel(
+        encoder_flops={kind: partial(encoder.flops, width=width) for kind, encoder in model.encoders.items()},
+        encoder_bytes={
+            kind: partial(encoder.activation_bytes, element_size=size, width=width)
+            for kind, encoder in model.encoders.items()
+        },
+        linear_flops=backbone.flops_per_token(),
+        layers=_layer_costs(backbone),
+        label_flops=2 * width * vocabulary,
+        token_bytes=backbone.activation_bytes_per_token(size),
+        label_bytes=2 * width * size,
+        row_bytes=width * size,
+        call_tokens=call_tokens,
+        rates=rates,
+    )
+
+
+def _layer_costs(backbone: BackboneConfig) -> tuple[LayerCost, ...]:
+    """Group equal layers and price their attention."""
+    counts: dict[Any, int] = {}
+    for variant in backbone.variants:
+        counts[variant] = counts.get(variant, 0) + 1
+    return tuple(
+        LayerCost(
+            count=count,
+            heads=backbone.heads,
+            pair_flops=variant.pair_flops(backbone.head_dim),
+            token_flops=variant.token_flops(backbone.head_dim),
+            window=variant.window,
+        )
+        for variant, count in counts.items()
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Planner:
+    """Plans rows and steps for a mesh: a pure function of the rows, the config and the rates."""
+
+    mesh: MeshConfig
+    sharding: ShardingConfig
+    costs: CostModel
+
+    def row(self, row: TokenSequence) -> ShardPlan:
+        """Plan one row over the context-parallel ranks of a group."""
+        strategy = STRATEGIES[self.sharding.strategy]
+        return strategy(row, (self.mesh.ring, self.mesh.ulysses), row_costs(row, self.costs))
+
+    def step(self, rows: Sequence[TokenSequence]) -> StepPlan:
+        """Plan an optimizer step of these rows."""
+        return plan_step(rows, groups=self.mesh.data, plan_row=self.row, cost=self._cost)
+
+    def _cost(self, row: TokenSequence) -> int:
+        return row_costs(row, self.costs).total_flops

@@ -1,0 +1,194 @@
+"""From sample numbers to planned and decoded steps: where data, encoders and plans meet."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+
+from data_pipelines.clip import Rules, build_sequence
+from data_pipelines.decode_units import decode_units
+from data_pipelines.examine import Media
+from data_pipelines.loader import Job, Loaded, Loader
+from data_pipelines.manifest import Sample
+from data_pipelines.packing import pack_rows
+from data_pipelines.shards import ShardSet
+from data_pipelines.workers import WorkerError, WorkerPool
+from encoders import Tokenizer
+from encoders.mel import log_mel_raw, needed
+from experiments.base import Planner, RunConfig
+from mmcp.parallel.mesh import Mesh
+from mmcp.sequence import TokenSequence, pack
+from mmcp.sharding.ranges import as_indices
+from mmcp.sharding.step import StepPlan
+from mmcp.training.status import exchange_status
+from mmcp.training.step import StageClock, StepRunner, StepWork
+from mmcp.training.train import LoadedStep
+
+JOB_UNITS = 128  # units decoded by one job at most, so that several workers can share a long clip
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """A sample laid out as a sequence."""
+
+    sample: Sample
+    media: Mapping[str, Media]
+    sequence: TokenSequence
+    notes: tuple[str, ...]
+    """What was reduced or is missing, in words."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """A step before decoding."""
+
+    plan: StepPlan
+    documents: tuple[tuple[Document, ...], ...]
+    """Per row: its documents in order."""
+    refused: tuple[str, ...]
+    """Samples that could not be laid out, with the reason; the same on every rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class UnitJob:
+    """What a decode job is for."""
+
+    row: int
+    document: int
+    """Number of the document in its row."""
+    units: tuple[int, ...]
+    """Numbers of the units in the row."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """Lays out samples, packs and plans them, and tells what one rank has to decode."""
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    shards: ShardSet
+    planner: Planner
+    bins: int = field(default=80)
+    """Mel bands of the sound encoder."""
+
+    @property
+    def rules(self) -> Rules:
+        model = self.config.model
+        return Rules(text=self.tokenizer, image=model.image, video=model.video, audio=model.audio)
+
+    def document(self, number: int) -> Document:
+        """Lay out one sample. Raises ValueError naming it."""
+        sample, media = self.shards.load(number)
+        sequence, report = build_sequence(sample, media, self.config.clip, rules=self.rules)
+        if not len(sequence.label_positions):
+            raise ValueError(f"sample '{sample.id}' has no answer to train on; add an assistant's turn")
+        notes = (*report.budget.reduced, *(f"{name}: no sound" for name in report.without_sound))
+        return Document(sample, media, sequence, notes)
+
+    def plan(self, numbers: Sequence[int]) -> PlannedStep:
+        """Lay out, pack and plan the samples of one step, in this order."""
+        documents, refused = [], []
+        for number in numbers:
+            try:
+                documents.append(self.document(number))
+            except ValueError as error:
+                refused.append(str(error))
+        return self.plan_documents(documents, refused)
+
+    def plan_documents(self, documents: Sequence[Document], refused: Sequence[str] = ()) -> PlannedStep:
+        """Pack documents into rows and plan these."""
+        lengths = [document.sequence.num_tokens for document in documents]
+        names = [document.sample.id for document in documents]
+        packed = pack_rows(lengths, max(self.config.data.row_tokens, *lengths, 0), names=names)
+        by_row = tuple(tuple(documents[i] for i in row) for row in packed)
+        rows = [pack([document.sequence for document in row]) for row in by_row]
+        return PlannedStep(self.planner.step(rows), by_row, tuple(refused))
+
+    def jobs(self, step: PlannedStep, mesh: Mesh) -> list[Job]:
+        """List what this rank decodes for a step, by row, document and track."""
+        jobs = []
+        for row in step.plan.groups[mesh.data.index]:
+            if row is not None:
+                jobs += list(self._row_jobs(step, row, as_indices(step.plan.plans[row].decode[mesh.cp.index])))
+        return jobs
+
+    def _row_jobs(self, step: PlannedStep, row: int, units: np.ndarray) -> Iterator[Job]:
+        sequence = step.plan.rows[row]
+        tracks: dict[tuple[int, str, str, int], list[int]] = {}
+        for unit in units.tolist():
+            segment = sequence.unit_segment(unit)
+            key = (segment.document, segment.kind, segment.source, segment.stream)
+            tracks.setdefault(key, []).append(unit)
+        for (document, kind, source, _), numbers in tracks.items():
+            media = step.documents[row][document].media[source]
+            for start in range(0, len(numbers), JOB_UNITS):
+                part = numbers[start : start + JOB_UNITS]
+                own = [sequence.units[unit] for unit in part]
+                mel = partial(log_mel_raw, bins=self.bins)
+                yield Job(
+                    UnitJob(row, document, tuple(part)),
+                    step.documents[row][document].sample.id,
+                    decode_units,
+                    (kind, media.file, media.clip, own, mel, needed),
+                )
+
+
+def collect(loaded: Loaded[PlannedStep]) -> LoadedStep:
+    """Sort a step's decoded units by row, and its failures by document."""
+    arrays: dict[int | None, dict[int, np.ndarray]] = {}
+    faults: dict[tuple[int, int], str] = {}
+    seconds, frames, notes = 0.0, 0, []
+    for job, result in loaded.results:
+        key = job.key
+        if isinstance(result, WorkerError):
+            faults[(key.row, key.document)] = f"sample '{job.sample}': {result}"
+            continue
+        header, values = result
+        arrays.setdefault(key.row, {}).update(zip(key.units, values, strict=True))
+        seconds, frames = seconds + header["seconds"], frames + header["frames"]
+        notes += header["notes"]
+    return LoadedStep(
+        step=loaded.step,
+        work=StepWork(loaded.payload.plan, arrays),
+        faults=faults,
+        refused=loaded.payload.refused,
+        notes=tuple(notes),
+        decode_s=seconds,
+        waited_s=loaded.waited_s,
+        frames_decoded=frames,
+    )
+
+
+def read_steps(
+    pipeline: Pipeline, mesh: Mesh, pool: WorkerPool, *, plan: Callable[[int], PlannedStep], steps: range
+) -> Iterator[Loaded[PlannedStep]]:
+    """Yield steps in order, planned by `plan` and decoded as far as this rank needs."""
+
+    def prepare(step: int) -> tuple[PlannedStep, list[Job]]:
+        planned = plan(step)
+        return planned, pipeline.jobs(planned, mesh)
+
+    with Loader(prepare, pool, steps=steps, prefetch=pipeline.config.data.prefetch) as loader:
+        yield from loader
+
+
+def held_out_loss(pipeline: Pipeline, runner: StepRunner, pool: WorkerPool) -> float:
+    """Return the mean token loss over the first `data.held_out_samples` held-out samples; the same on every rank."""
+    data = pipeline.config.data
+    held_out = replace(pipeline, shards=ShardSet.open(data.held_out))
+    numbers = range(min(len(held_out.shards), data.held_out_samples))
+    batches = [numbers[i : i + data.documents_per_step] for i in range(0, len(numbers), data.documents_per_step)]
+    loss, labels = 0.0, 0
+    plan, steps = (lambda i: held_out.plan(batches[i])), range(len(batches))
+    for step in read_steps(held_out, runner.mesh, pool, plan=plan, steps=steps):
+        work = agree_on(collect(step), runner)
+        loss += runner.score(work, StageClock(runner.device))[0].item()
+        labels += work.label_tokens
+    return loss / max(1, labels)
+
+
+def agree_on(step: LoadedStep, runner: StepRunner) -> StepWork:
+    """Make samples that any rank could not read void on all ranks."""
+    status = exchange_status(step.work.plan, step.faults, stop=False, group=runner.mesh.world, device=runner.device)
+    return replace(step.work, void=status.void)

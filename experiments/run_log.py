@@ -1,0 +1,92 @@
+"""What a training run writes down on the way: metrics, the first plan, progress for people."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from experiments.base import RunConfig
+from experiments.pipeline import Pipeline
+from mmcp.parallel.collectives import all_gather_json
+from mmcp.parallel.mesh import Mesh
+from mmcp.sharding.balance import Balance, balance, inspect_record
+from mmcp.sharding.cost import row_costs
+from mmcp.sharding.step import StepPlan
+from mmcp.training.metrics import MetricsWriter, memory_mb
+from mmcp.training.run_folder import write_json
+from mmcp.training.train import Counters, LoadedStep
+
+
+class RunLog:
+    """Log of one run, used by every rank as a context manager; rank 0 writes."""
+
+    def __init__(
+        self, settings: RunConfig, folder: Path, mesh: Mesh, *, pipeline: Pipeline, counters: Counters, start: int
+    ):
+        self.folder, self.mesh, self.planner, self.counters = folder, mesh, pipeline.planner, counters
+        self.is_writer = mesh.rank == 0
+        self.told: set[str] = set()
+        self.start, self.total = start, settings.optim.total_steps
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        shown = [TextColumn(column) if isinstance(column, str) else column for column in columns]
+        self.progress = Progress(*shown, console=Console(stderr=True), disable=not self.is_writer)
+
+    def __enter__(self) -> "RunLog":
+        self.progress.start()
+        self.task = self.progress.add_task("train", total=self.total, completed=self.start)
+        self.writer = MetricsWriter(self.folder, resume_step=self.start) if self.is_writer else None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+        if self.writer:
+            self.writer.__exit__(*error)
+            self._say_losses()
+
+    def step(self, metrics: dict[str, Any], loaded: LoadedStep) -> None:
+        """Write one step's line; every rank calls it, since each tells its memory and its damage."""
+        told = {"pss": memory_mb()["pss"], "notes": sorted(set(loaded.notes) - self.told)}
+        self.told.update(loaded.notes)
+        ranks = all_gather_json(told, group=self.mesh.world, name="log")
+        if not self.writer:
+            return
+        for note in dict.fromkeys(note for rank in ranks for note in rank["notes"]):
+            self.progress.console.print(f"warning: {note}", highlight=False, markup=False)
+        plan = loaded.work.plan
+        costs, balances = self._priced(plan)
+        seconds = metrics["seconds"]["total"]
+        flops = sum(cost.total_flops for cost in costs) * self.planner.costs.passes
+        metrics |= {
+            "flops_per_second": flops / seconds,
+            "predicted": {"total": sum(each.step_ns for each in balances) / 1e9},
+            "imbalance": balances[0].imbalance if balances else {},
+            "rss_mb": [rank["pss"] for rank in ranks],
+        }
+        self.writer.write(metrics)
+        if loaded.step == self.start and balances:
+            self._write_plan(plan, balances[0])
+        self.progress.update(self.task, completed=loaded.step + 1, description=f"train  loss {metrics['loss']:.4f}")
+
+    def _priced(self, plan: StepPlan) -> tuple[list, list[Balance]]:
+        """Price the step's rows."""
+        costs = [row_costs(row, self.planner.costs) for row in plan.rows]
+        rows = zip(plan.rows, plan.plans, costs, strict=True)
+        return costs, [balance(row, row_plan, cost) for row, row_plan, cost in rows]
+
+    def _write_plan(self, plan: StepPlan, first: Balance) -> None:
+        """Keep the first step's plan, and the balance of its first row."""
+        (self.folder / "plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
+        write_json(self.folder / "inspect.json", inspect_record(plan.plans[0], first, plan_ms=0.0))
+
+    def _say_losses(self) -> None:
+        """Tell at the end what was not used."""
+        counters = self.counters
+        print(
+            f"{counters.documents} samples came up, {counters.lost} could not be used, "
+            f"{counters.skipped_steps} steps had no label",
+            file=sys.stderr,
+        )
+        for message, count in counters.faults.items():
+            print(f"  {count} x {message}", file=sys.stderr)

@@ -1,0 +1,194 @@
+"""Train a video-language model on prepared clips over context-parallel ranks.
+
+Run:     mmcp train experiments/configs/demo.yaml --ranks 2
+Resume:  mmcp train experiments/configs/demo.yaml --ranks 2 --resume      (also on another number of ranks)
+Result:  the run folder: config.yaml, env.json, metrics.jsonl, plan.json, checkpoints/, report/
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_pipelines.sampler import Order, OrderState
+from data_pipelines.shards import ShardSet
+from data_pipelines.workers import WorkerPool
+from experiments.base import RunConfig
+from experiments.pipeline import Pipeline, collect, held_out_loss, read_steps
+from experiments.run_log import RunLog
+from experiments.runtime import run_runner
+from mmcp.attention.base import split_heads
+from mmcp.config import as_values, dump, load
+from mmcp.parallel.launch import launch
+from mmcp.parallel.mesh import build_mesh, process_group
+from mmcp.parallel.stop import StopRequest
+from mmcp.report.run import write_run_report
+from mmcp.training import checkpoint
+from mmcp.training.run_folder import open_run_folder, write_setup
+from mmcp.training.step import StepRunner
+from mmcp.training.train import Counters, Trainer
+
+RESUMABLE = ("folder", "mesh", "train", "data.workers", "data.prefetch", "data.deadline_s")
+"""What may differ when a run is resumed: nothing that changes the samples, the model or the updates."""
+
+
+def run(
+    config: Path,
+    overrides: Sequence[str] = (),
+    *,
+    ranks: int | None = None,
+    resume: bool = False,
+    dry_run: bool = False,
+) -> None:
+    """Check everything that can be checked, then train. Raises ValueError for what cannot work, before any work."""
+    settings = with_ranks(load(RunConfig, config, overrides), ranks)
+    check(settings)
+    if dry_run:
+        print(dump(settings), end="")
+        return
+    folder = open_run_folder(settings.folder, resume=resume)
+    if resume and checkpoint.latest(folder / "checkpoints") is None:
+        raise ValueError(f"nothing to resume: no complete checkpoint in {folder / 'checkpoints'}; drop --resume")
+    launch(train, settings.mesh.world, settings, folder, resume)
+    print(f"run: {folder}\nreport: {write_run_report(folder)}")
+
+
+def with_ranks(settings: RunConfig, ranks: int | None) -> RunConfig:
+    """Set the mesh for a number of ranks: groups and ring as configured, all the rest on the Ulysses axis."""
+    mesh = settings.mesh
+    if ranks is None or ranks == mesh.world:
+        return settings
+    others = mesh.data * mesh.ring
+    if ranks < 1 or ranks % others:
+        raise ValueError(
+            f"--ranks {ranks} is not a multiple of dp_replicate={mesh.dp_replicate} x dp_shard={mesh.dp_shard} x "
+            f"ring={mesh.ring}; give a multiple of {others}, or set mesh.* to match"
+        )
+    return replace(settings, mesh=replace(mesh, ulysses=ranks // others))
+
+
+def check(settings: RunConfig) -> None:
+    """Split the heads, build the tokenizer, open the data: what can fail should fail here. Raises ValueError."""
+    check_heads(settings)
+    settings.planner(settings.tokenizer.build().vocab_size).step([])
+    for name, spec in (("train", settings.data.train), ("held_out", settings.data.held_out)):
+        if spec:
+            try:
+                found = ShardSet.open(spec, strict=settings.train.strict)
+            except ValueError as error:
+                raise ValueError(f"data.{name}: {error}") from None
+            print(f"data.{name}: {found.summary()}", file=sys.stderr)
+            for problem in found.problems:
+                print(f"warning: {problem}", file=sys.stderr)
+
+
+def check_heads(settings: RunConfig) -> None:
+    """Raise ValueError when the heads cannot be split over the mesh."""
+    backbone = settings.model.backbone
+    split_heads(backbone.heads, backbone.kv_heads, settings.mesh.ulysses)
+
+
+def train(settings: RunConfig, folder: Path, resume: bool) -> None:
+    """Train on this rank."""
+    with ExitStack() as stack:
+        device = stack.enter_context(process_group("cpu"))
+        mesh = build_mesh(settings.mesh, device=device)
+        stop = stack.enter_context(StopRequest())
+        tokenizer = settings.tokenizer.build()
+        runner = run_runner(settings, mesh, vocabulary=tokenizer.vocab_size)
+        optimizer = settings.optim.build(runner.model)
+        shards = ShardSet.open(settings.data.train)
+        start, counters = 0, Counters()
+        if resume:
+            start, counters = restore(settings, folder, runner, optimizer, num_samples=len(shards))
+        elif mesh.rank == 0:
+            write_setup(folder, settings)
+        pool = WorkerPool(settings.data.workers, settings.data.deadline_s)
+        stack.callback(pool.close)
+        pipeline = Pipeline(settings, tokenizer, shards, settings.planner(tokenizer.vocab_size))
+        log = RunLog(settings, folder, mesh, pipeline=pipeline, counters=counters, start=start)
+        stack.enter_context(log)
+        order = Order(settings.seed, len(shards))
+        order.restore(order_at(settings, len(shards), start))
+        trainer = Trainer(
+            runner=runner,
+            optimizer=optimizer,
+            optim=settings.optim,
+            settings=settings.train,
+            counters=counters,
+            on_step=log.step,
+            save=lambda done: save(settings, folder, runner, optimizer, done, counters, num_samples=len(shards)),
+            held_out_loss=lambda: held_out_loss(pipeline, runner, pool),
+            stop_requested=stop.is_set,
+        )
+        batch, total = settings.data.documents_per_step, settings.optim.total_steps
+        steps = range(start, total)
+        planned = read_steps(pipeline, mesh, pool, plan=lambda _: pipeline.plan(order.take(batch)), steps=steps)
+        trainer.run(map(collect, planned))
+
+
+def order_at(settings: RunConfig, num_samples: int, step: int) -> OrderState:
+    """Return where the order of samples is after `step` steps: a division, so prefetching cannot disturb it."""
+    epoch, position = divmod(step * settings.data.documents_per_step, num_samples)
+    return OrderState(seed=settings.seed, num_samples=num_samples, epoch=epoch, position=position)
+
+
+def save(
+    settings: RunConfig,
+    folder: Path,
+    runner: StepRunner,
+    optimizer: torch.optim.Optimizer,
+    done: int,
+    counters: Counters,
+    *,
+    num_samples: int,
+) -> None:
+    """Write a checkpoint after `done` steps, unless it is there; forget old ones."""
+    target = folder / "checkpoints"
+    if (target / f"step_{done}").exists():
+        return
+    state = {
+        "order": asdict(order_at(settings, num_samples, done)),
+        "counters": asdict(counters),
+        "config": as_values(settings),
+        "ranks": runner.mesh.world.size,
+    }
+    checkpoint.save(target, done, model=runner.model, optimizer=optimizer, state=state)
+    if runner.mesh.rank == 0:
+        checkpoint.prune(target, settings.train.keep_last)
+
+
+def restore(
+    settings: RunConfig, folder: Path, runner: StepRunner, optimizer: torch.optim.Optimizer, *, num_samples: int
+) -> tuple[int, Counters]:
+    """Load the latest checkpoint; return the steps done and what was counted.
+
+    Raises ValueError when anything that decides the updates differs from the run that saved it.
+    """
+    found = checkpoint.latest(folder / "checkpoints")
+    assert found is not None, "the caller has looked"
+    state = checkpoint.read_state(found)
+    changed = differences(state["config"], as_values(settings))
+    if changed:
+        raise ValueError(f"this config is not the one of {found}: {'; '.join(changed)}; resume with the saved one")
+    step = state["step"]
+    if state["order"] != asdict(order_at(settings, num_samples, step)):
+        raise ValueError(f"{found} was saved on other data ({state['order']}, now {num_samples} samples)")
+    checkpoint.load(found, model=runner.model, optimizer=optimizer)
+    return step, Counters(**state["counters"])
+
+
+def differences(saved: Any, now: Any, path: str = "") -> list[str]:
+    """List the settings that may not change and did."""
+    if path in RESUMABLE or saved == now:
+        return []
+    if isinstance(saved, dict) and isinstance(now, dict):
+        keys = sorted({*saved, *now})
+        return [
+            line for key in keys for line in differences(saved.get(key), now.get(key), f"{path}.{key}" if path else key)
+        ]
+    return [f"{path} was {saved}, is {now}"]

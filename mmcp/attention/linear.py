@@ -1,0 +1,148 @@
+"""Linear attention with a fixed decay per head: cost and state do not grow with the length of what was read.
+
+    state_i = g state_{i-1} + f(k_i) v_i^T        out_i = norm(f(q_i) state_i / sqrt(d))
+
+Heads forget at different rates: head j of h keeps a memory of 1 / (1 - g) tokens, spaced geometrically from the
+shortest to the longest. With f = identity and rotary this is retention (arXiv 2307.08621); with f = silu and no rotary
+it is Lightning attention (2401.04658); f = elu + 1 keeps all weights positive.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmcp.attention.base import ATTENTION, Attention, HeadShare, HeadTensor, RowInfo
+from mmcp.attention.chunks import decayed_attention, groups_of
+from mmcp.config import config
+from mmcp.masks import Mask
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "silu": F.silu,
+    "elu": lambda x: F.elu(x) + 1,
+}
+
+
+@ATTENTION.register("linear")
+@config
+class LinearConfig:
+    name: Literal["linear"] = "linear"
+    feature_map: Literal["identity", "silu", "elu"] = "identity"
+    """f, applied to queries and keys after the rotary turn."""
+    shortest_memory: float = 32.0
+    """Tokens the first head remembers: its decay is 1 - 1 / shortest_memory."""
+    longest_memory: float = 4096.0
+    """Tokens the last head remembers."""
+    norm_eps: float = 1e-6
+    """Added to the mean square of a head's output before its root is divided by."""
+    chunk: int = 64
+    """Tokens that are multiplied at once; changes speed, not results."""
+    rotary: bool = True
+    """Turn queries and keys by their positions."""
+    output_gate: bool = True
+    """Multiply the output by sigmoid(gate(x))."""
+
+    def __post_init__(self):
+        if not 1 < self.shortest_memory <= self.longest_memory:
+            raise ValueError(
+                f"shortest_memory={self.shortest_memory} and longest_memory={self.longest_memory} are tokens; "
+                "they must be above 1 and in this order"
+            )
+        if self.chunk < 1:
+            raise ValueError(f"chunk={self.chunk} tokens; use at least 1, 64 is a good size")
+
+    @property
+    def layout(self) -> Literal["any", "contiguous"]:
+        """Which tokens a rank may hold: state is passed along ranges in order."""
+        return "contiguous"
+
+    def build(self, *, heads: int, head_dim: int) -> "Linear":
+        """Make the core; `heads` query heads in the whole layer, of `head_dim`."""
+        return Linear(self, heads=heads, head_dim=head_dim)
+
+    @property
+    def window(self) -> int:
+        """Tokens a query sees looking back; 0: all of its document."""
+        return 0
+
+    def pair_flops(self, head_dim: int) -> int:
+        """Forward FLOPs of one query head per visible (query, key) pair: none, the cost does not follow the mask."""
+        return 0
+
+    def token_flops(self, head_dim: int) -> int:
+        """Forward FLOPs of one query head per token, in the chunked form."""
+        return 4 * (self.chunk + head_dim) * head_dim
+
+    def flops(self, mask: Mask, *, heads: int, head_dim: int) -> int:
+        """Count the forward FLOPs of `heads` query heads on one row."""
+        return self.token_flops(head_dim) * mask.num_tokens * heads
+
+    def state_bytes(self, *, heads: int, head_dim: int) -> int:
+        """Bytes of state that a run of tokens hands on to the next: a float32 matrix and a decay per query head."""
+        return 4 * heads * (head_dim * head_dim + 1)
+
+    def decays(self, num_heads: int) -> Tensor:
+        """[num_heads] float64: g of each query head of the layer."""
+        shortest, longest = math.log(self.shortest_memory), math.log(self.longest_memory)
+        return 1 - torch.exp(-torch.linspace(shortest, longest, num_heads, dtype=torch.float64))
+
+
+class Linear(Attention):
+    """Decayed linear attention; documents start with an empty state."""
+
+    def __init__(self, settings: LinearConfig, *, heads: int, head_dim: int):
+        super().__init__()
+        self.settings, self.num_heads = settings, heads
+        self.tensors = tuple(
+            HeadTensor(name, owner, head_dim) for name, owner in (("q", "query"), ("k", "kv"), ("v", "kv"))
+        )
+        self.out_dim = head_dim
+
+    def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
+        """q: [s, h, d]  k, v: [s, k, d]  ->  [s, h, d]."""
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        assert len(q) == info.mask.num_tokens, f"{len(q)} tokens in a row of {info.mask.num_tokens}"
+        _check_causal(info.mask)
+        key = ("chunks", self.settings.chunk)
+        if key not in info.memo:
+            info.memo[key] = groups_of(info.mask, self.settings.chunk, q.device)
+        feature = FEATURE_MAPS[self.settings.feature_map]
+        log_decay = self.settings.decays(self.num_heads)[list(heads.query_heads)].log().to(q.device)
+        out = decayed_attention(feature(q), feature(k), v, log_decay, heads.kv_of_query, info.memo[key])
+        return F.rms_norm(out, out.shape[-1:], eps=self.settings.norm_eps).to(q.dtype)
+
+    def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
+        """Run `reference` with this layer's decays."""
+        _check_causal(mask)
+        return reference(inputs, mask, heads, settings=self.settings, num_heads=self.num_heads)
+
+
+def reference(
+    inputs: dict[str, Tensor], mask: Mask, heads: HeadShare, *, settings: LinearConfig, num_heads: int
+) -> Tensor:
+    """The specification: the recurrence, one token at a time, in float64; [s, h, d]."""
+    q, k, v = (inputs[name].double() for name in "qkv")
+    feature = FEATURE_MAPS[settings.feature_map]
+    decay = settings.decays(num_heads)[list(heads.query_heads)].to(q.device)[:, None, None]
+    kv = list(heads.kv_of_query)
+    starts, outs, state = set(mask.bounds.tolist()), [], torch.zeros(())
+    for i in range(len(q)):
+        if i in starts:
+            state = q.new_zeros(q.shape[1], q.shape[2], v.shape[2])
+        state = decay * state + feature(k[i, kv])[:, :, None] * v[i, kv][:, None, :]
+        outs.append((feature(q[i])[:, None] @ state)[:, 0] / math.sqrt(q.shape[-1]))
+    out = torch.stack(outs) if outs else q + k.sum() + v.sum()
+    return out * torch.rsqrt(out.square().mean(-1, keepdim=True) + settings.norm_eps)
+
+
+def _check_causal(mask: Mask) -> None:
+    if len(mask.blocks):
+        start, stop = mask.blocks[0].tolist()
+        raise ValueError(
+            f"linear attention reads in order, but tokens {start} to {stop - 1} attend both ways; let all segments "
+            "attend 'causal', or use softmax in every layer"
+        )

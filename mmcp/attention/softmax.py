@@ -1,0 +1,101 @@
+"""Softmax attention, with an optional sliding window and sink.
+
+    out_i = sum_j softmax_j(q_i . k_j / sqrt(d)) v_j        over the keys j that the mask lets query i read
+
+Vaswani et al. 2017 (arXiv 1706.03762); grouped heads: Ainslie et al. 2023 (2305.13245); sink: Xiao et al. 2023
+(2309.17453).
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mmcp.attention.base import ATTENTION, Attention, HeadShare, HeadTensor, RowInfo
+from mmcp.attention.flash_cpu import tiled_attention
+from mmcp.attention.gpu import gpu_attention
+from mmcp.attention.tiles import tile
+from mmcp.config import config
+from mmcp.masks import Mask
+
+
+@ATTENTION.register("softmax")
+@config
+class SoftmaxConfig:
+    name: Literal["softmax"] = "softmax"
+    window: int = 0
+    """Tokens a query sees looking back, itself included; 0: all of its document."""
+    sink: int = 0
+    """First tokens of a document that stay visible beyond the window; needs a window."""
+    rotary: bool = True
+    """Turn queries and keys by their positions."""
+    output_gate: bool = False
+    """Multiply the output by sigmoid(gate(x)), as in Qwen3-Next."""
+
+    def __post_init__(self):
+        Mask.causal([]).with_window(self.window, self.sink)
+
+    @property
+    def layout(self) -> Literal["any", "contiguous"]:
+        """Which tokens a rank may hold."""
+        return "any"
+
+    def build(self, *, heads: int, head_dim: int) -> "Softmax":
+        """Make the core; `heads` query heads in the whole layer, of `head_dim`."""
+        return Softmax(self, head_dim=head_dim)
+
+    def pair_flops(self, head_dim: int) -> int:
+        """Forward FLOPs of one query head for one visible (query, key) pair: two products of 2 d."""
+        return 4 * head_dim
+
+    def token_flops(self, head_dim: int) -> int:
+        """Forward FLOPs of one query head per token, whatever it sees: none."""
+        return 0
+
+    def flops(self, mask: Mask, *, heads: int, head_dim: int) -> int:
+        """Count the forward FLOPs of `heads` query heads on one row."""
+        return self.pair_flops(head_dim) * mask.with_window(self.window, self.sink).pairs() * heads
+
+    def state_bytes(self, *, heads: int, head_dim: int) -> int:
+        """Bytes of state that a run of tokens hands on to the next: none, keys are read where they are."""
+        return 0
+
+
+class Softmax(Attention):
+    """Softmax attention over the mask of the row; flash kernels on CPU and GPU."""
+
+    def __init__(self, settings: SoftmaxConfig, *, head_dim: int):
+        super().__init__()
+        self.window, self.sink = settings.window, settings.sink
+        self.tensors = tuple(
+            HeadTensor(name, heads, head_dim) for name, heads in (("q", "query"), ("k", "kv"), ("v", "kv"))
+        )
+        self.out_dim = head_dim
+
+    def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
+        """q: [s, h, d]  k, v: [s, k, d]  ->  [s, h, d]."""
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        mask = info.mask.with_window(self.window, self.sink)
+        assert len(q) == mask.num_tokens, f"{len(q)} tokens in a row of {mask.num_tokens}"
+        if q.is_cuda:
+            return gpu_attention(q, k, v, mask, heads.kv_of_query, info.memo)
+        key = ("tiling", self.window, self.sink)
+        if key not in info.memo:
+            info.memo[key] = tile(mask.slices)
+        return tiled_attention(q, k, v, info.memo[key], heads.kv_of_query)
+
+    def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
+        """Run `reference` under this layer's window."""
+        return reference(inputs, mask.with_window(self.window, self.sink), heads)
+
+
+def reference(inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
+    """The specification: a dense float64 loop over heads; [s, h, d]."""
+    q, k, v = (inputs[name].double() for name in "qkv")
+    allowed = torch.from_numpy(mask.dense()).to(q.device)
+    outs = []
+    for head, kv in enumerate(heads.kv_of_query):
+        scores = q[:, head] @ k[:, kv].T / math.sqrt(q.shape[-1])
+        outs.append(torch.softmax(scores.masked_fill(~allowed, -torch.inf), dim=-1) @ v[:, kv])
+    return torch.stack(outs, dim=1)

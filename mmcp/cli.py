@@ -1,0 +1,226 @@
+"""The `mmcp` command: one table of verbs, each a job that is imported only when it is asked for."""
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A word of the command line and the job it runs."""
+
+    name: str
+    summary: str
+    """One line; shown in the overview."""
+    example: str
+    """A command that can be copied."""
+    job: str
+    """`module:function`; it gets the arguments by name and returns an Outcome or None."""
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code: 0 only on success, 1 for an error, 2 for a command that cannot be read.
+
+    Errors are one line, value, reason and remedy; `--debug` or MMCP_DEBUG=1 adds the traceback.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if words else 2
+    if words[0] not in VERBS:
+        near = difflib.get_close_matches(words[0], VERBS, n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'?" if near else f"use one of {', '.join(VERBS)}"
+        print(f"error: unknown verb '{words[0]}'; {hint}", file=sys.stderr)
+        return 2
+    verb = VERBS[words[0]]
+    options = vars(_parser(verb).parse_intermixed_args(words[1:]))
+    debug = options.pop("debug") or os.environ.get("MMCP_DEBUG", "0") not in ("", "0")
+    try:
+        return _run(verb, options)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        return 1
+
+
+def _run(verb: Verb, options: dict) -> int:
+    as_json = options.pop("json", False)
+    module, function = verb.job.split(":")
+    outcome = getattr(importlib.import_module(module), function)(**options)
+    if outcome is None:
+        return 0
+    outcome.show(as_json=as_json)
+    return 0 if outcome.is_ok else 1
+
+
+def _one_line(error: Exception) -> str:
+    """Say what is wrong; of an error that is not the user's, also its kind and the place it comes from."""
+    if isinstance(error, ValueError | OSError):
+        return str(error) or type(error).__name__
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({place.filename}:{place.lineno}); --debug shows the traceback"
+
+
+def _overview() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {verb.name:<{width}}  {verb.summary}" for verb in VERBS.values()]
+    return "\n".join(["usage: mmcp VERB ...   (mmcp VERB --help shows an example)", "", *lines])
+
+
+def _parser(verb: Verb) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"mmcp {verb.name}",
+        description=verb.summary,
+        epilog=f"example: {verb.example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verb.add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes on this machine (default: the config's mesh)")
+
+
+def _prepare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("manifest", type=Path, metavar="MANIFEST", help="JSONL file, one sample a line")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the shards and their index")
+    bad = parser.add_mutually_exclusive_group()
+    bad.add_argument("--strict", action="store_true", help="stop at the first row that cannot be used")
+    bad.add_argument("--skip-bad", action="store_true", help="count it a success when some rows were rejected")
+    _add_json(parser)
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    _add_ranks(parser)
+    parser.add_argument("--resume", action="store_true", help="go on from the run's latest checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the resolved config, stop")
+
+
+def _eval(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--blank", action="store_true", help="black out the picture and mute the sound")
+    _add_ranks(parser)
+    _add_json(parser)
+
+
+def _ask(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("question", help="what to ask about the clip")
+    parser.add_argument("--video", type=Path, required=True, metavar="FILE", help="the clip")
+    _add_ranks(parser)
+    _add_json(parser)
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="a clip, a prepared sample, a run or a named workload")
+    parser.add_argument("--strategy", default="balanced", help="how tokens are shared out (default: balanced)")
+    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="ranks to plan for (default: 8)")
+    parser.add_argument("--compare", action="store_true", help="plan with every strategy")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page that works offline")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also write a figure")
+    _add_json(parser)
+
+
+def _verify(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    _add_ranks(parser)
+    _add_json(parser)
+
+
+def _ablate(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    _add_ranks(parser)
+    _add_json(parser)
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="do not start ranks to see whether they can talk")
+    _add_json(parser)
+
+
+VERBS = {
+    verb.name: verb
+    for verb in (
+        Verb(
+            "prepare",
+            "turn media and a JSONL manifest into shards and an index",
+            "mmcp prepare clips/manifest.jsonl --out shards/",
+            "experiments.prepare:run",
+            _prepare,
+        ),
+        Verb(
+            "train",
+            "train a video-language model over context-parallel ranks",
+            "mmcp train experiments/configs/demo.yaml optim.learning_rate=1e-3 --ranks 2",
+            "experiments.train_video_lm:run",
+            _train,
+        ),
+        Verb(
+            "eval",
+            "measure a run on held-out clips",
+            "mmcp eval runs/demo --ranks 2 --json",
+            "experiments.evaluate:run",
+            _eval,
+        ),
+        Verb(
+            "ask",
+            "answer one question about one clip",
+            'mmcp ask runs/demo "Which colour flashed?" --video clip.mp4',
+            "experiments.ask:run",
+            _ask,
+        ),
+        Verb(
+            "inspect",
+            "show the layout of a sequence and its balance over ranks",
+            "mmcp inspect clip.mp4 --ranks 8 --compare --html balance.html",
+            "experiments.inspect_plan:run",
+            _inspect,
+        ),
+        Verb(
+            "verify",
+            "prove here that N ranks compute what one rank does",
+            "mmcp verify experiments/configs/demo.yaml --ranks 3 --json",
+            "experiments.verify:run",
+            _verify,
+        ),
+        Verb(
+            "ablate",
+            "compare attention variants at equal tokens",
+            "mmcp ablate experiments/configs/ablate.yaml smoke=true",
+            "experiments.ablate_attention:run",
+            _ablate,
+        ),
+        Verb(
+            "doctor",
+            "say what this machine has and lacks, and what follows",
+            "mmcp doctor",
+            "mmcp.report.doctor:run",
+            _doctor,
+        ),
+    )
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

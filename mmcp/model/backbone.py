@@ -1,0 +1,169 @@
+"""The decoder: blocks whose attention follows a repeated pattern, and a final norm; no embedding, no head."""
+
+import math
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+from torch import Tensor, nn
+
+from mmcp.attention import AttentionConfig, SoftmaxConfig
+from mmcp.attention.base import RowInfo, split_heads
+from mmcp.config import config
+from mmcp.masks import Mask
+from mmcp.model.block import Block
+from mmcp.model.layers import AttentionLayer, GatedMLP, RMSNorm
+from mmcp.model.rotary import Rotary
+from mmcp.positions import positions_1d, positions_mrope
+from mmcp.sequence import TokenSequence
+
+
+@config
+class BackboneConfig:
+    width: int
+    """Size of a token's row, e."""
+    layers: int
+    heads: int
+    """Query heads of each layer."""
+    kv_heads: int
+    """Key-value heads of each layer; a divisor of `heads`."""
+    head_dim: int
+    """Size of a head; even."""
+    mlp_width: int
+    """Hidden size of the gated MLP."""
+    pattern: tuple[AttentionConfig, ...] = (SoftmaxConfig(),)
+    """Attention of the first layers, repeated over all: three linear and one softmax make a 3:1 hybrid."""
+    positions: Literal["1d", "mrope"] = "1d"
+    """One count of tokens, or time, height and width."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    mrope_sections: tuple[int, ...] = ()
+    """mrope: how many of the head_dim / 2 frequencies turn with time, height and width."""
+    mrope_interleaved: bool = True
+    """mrope: deal the frequencies out in turn, as in Qwen3-VL, not in three runs, as in Qwen2.5-VL."""
+    tokens_per_second: int = 2
+    """mrope: steps along the time axis per second of a video segment."""
+    qk_norm: bool = True
+    """Norm queries and keys per head, as in Qwen3."""
+    qkv_bias: bool = False
+    """Give the projections to queries, keys and values a bias, as in Qwen2."""
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+    """Standard deviation of new weights; those that write to the residual stream are 1 / sqrt(2 layers) of it."""
+    checkpointing: bool = False
+    """Keep only the input of each block for backward."""
+
+    def __post_init__(self):
+        for name in ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "tokens_per_second"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; use at least 1")
+        split_heads(self.heads, self.kv_heads, 1)
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd, rotary turns pairs; use an even size")
+        if not self.pattern:
+            raise ValueError("pattern is empty; name at least one attention variant")
+        sections, frequencies = self.mrope_sections, self.head_dim // 2
+        if self.positions == "mrope" and (len(sections) != 3 or min(sections) < 0 or sum(sections) != frequencies):
+            raise ValueError(f"mrope_sections={sections} must be three counts that sum to head_dim / 2 = {frequencies}")
+        if self.positions == "1d" and sections:
+            raise ValueError(f"mrope_sections={sections} with positions='1d'; drop them or set positions='mrope'")
+
+    @property
+    def variants(self) -> tuple[AttentionConfig, ...]:
+        """The attention of each layer."""
+        return tuple(self.pattern[layer % len(self.pattern)] for layer in range(self.layers))
+
+    def positions_of(self, sequence: TokenSequence) -> np.ndarray:
+        """Return the row's positions as the model reads them: [1 or 3, s] int64."""
+        if self.positions == "1d":
+            return positions_1d(sequence)
+        return positions_mrope(sequence, Fraction(self.tokens_per_second))
+
+    def parameters(self) -> int:
+        """Count the parameters of the built model."""
+        per_layer = 2 * self.width + 2 * self.head_dim * self.qk_norm
+        per_layer += self.qkv_bias * (self.heads + 2 * self.kv_heads) * self.head_dim
+        return self._matrix_weights() + self.layers * per_layer + self.width
+
+    def flops_per_token(self) -> int:
+        """Count the forward FLOPs of one token in the matrix products; attention itself is `attention_flops`."""
+        return 2 * self._matrix_weights()
+
+    def activation_bytes_per_token(self, element_size: int) -> int:
+        """Bytes that a token keeps for backward, at `element_size` bytes a number, attention of its heads included.
+
+        Per layer the inputs of both norms and of the projections after them (4 e), the MLP's three products (3 f), and
+        q, k, v, the output and its logarithm of sums; with checkpointing one input a layer and one layer's worth.
+        """
+        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layer = 4 * self.width + 3 * self.mlp_width + 3 * query + 4 * kv + self.heads
+        kept = self.layers * self.width + layer if self.checkpointing else self.layers * layer
+        return element_size * kept
+
+    def attention_flops(self, mask: Mask) -> int:
+        """Count the forward FLOPs of attention on one row, over all layers and heads."""
+        return sum(variant.flops(mask, heads=self.heads, head_dim=self.head_dim) for variant in self.variants)
+
+    def build(self) -> "Backbone":
+        """Make the model, with new weights drawn from torch's generator as the caller left it."""
+        return Backbone(self)
+
+    def _matrix_weights(self) -> int:
+        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        gates = sum(variant.output_gate for variant in self.variants)
+        per_layer = 2 * query + 2 * kv + 3 * self.mlp_width
+        return self.width * (self.layers * per_layer + gates * query)
+
+
+class Backbone(nn.Module):
+    """Blocks and the final norm, on this rank's tokens of one packed row."""
+
+    def __init__(self, settings: BackboneConfig):
+        super().__init__()
+        self.settings = settings
+        self.rotary = Rotary(
+            head_dim=settings.head_dim,
+            theta=settings.rope_theta,
+            sections=settings.mrope_sections,
+            interleaved=settings.mrope_interleaved,
+        )
+        self.blocks = nn.ModuleList(_build_block(settings, variant) for variant in settings.variants)
+        self.norm = RMSNorm(settings.width, settings.norm_eps)
+        self._draw_weights()
+
+    def forward(self, hidden: Tensor, positions: Tensor, info: RowInfo) -> Tensor:
+        """Run every block, then the final norm.
+
+        hidden: [s/cp, e]  positions: [axes, s/cp] int64  this rank's tokens
+        returns [s/cp, e]
+        """
+        axes = 3 if self.settings.positions == "mrope" else 1
+        assert positions.shape == (axes, len(hidden)), f"positions {tuple(positions.shape)} for {len(hidden)} tokens"
+        cos, sin = self.rotary.tables(positions, hidden.dtype)
+        for block in self.blocks:
+            hidden = block(hidden, cos, sin, info)
+        return self.norm(hidden)
+
+    def _draw_weights(self) -> None:
+        std = self.settings.init_std
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                writes = name.endswith(("mixer.out", "mlp.down"))
+                nn.init.normal_(module.weight, std=std / math.sqrt(2 * self.settings.layers) if writes else std)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+
+def _build_block(settings: BackboneConfig, variant: AttentionConfig) -> Block:
+    mixer = AttentionLayer(
+        variant,
+        width=settings.width,
+        heads=settings.heads,
+        kv_heads=settings.kv_heads,
+        head_dim=settings.head_dim,
+        qk_norm=settings.qk_norm,
+        bias=settings.qkv_bias,
+        norm_eps=settings.norm_eps,
+    )
+    mlp = GatedMLP(settings.width, settings.mlp_width)
+    return Block(mixer, mlp, width=settings.width, norm_eps=settings.norm_eps, checkpointing=settings.checkpointing)

@@ -1,0 +1,122 @@
+"""The parts of a decoder block, as in Llama and Qwen3: RMSNorm, gated MLP, attention layer.
+
+Norm and gated product keep only their inputs for backward; the norm is computed in float32 or wider.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from mmcp.attention.base import HeadTensor, LocalAttention, RowInfo, Variant, split_heads
+from mmcp.model.rotary import rotate
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., size] -> the same shape and type."""
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed, grad = x * scale, grad.to(scale.dtype)
+        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad = grad * weight
+        grad_x = (grad - normed * (grad * normed).mean(-1, keepdim=True)).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [s/cp, e] -> [s/cp, e]."""
+        return self.down(_GatedProduct.apply(self.gate(x), self.up(x)))
+
+
+class _GatedProduct(torch.autograd.Function):
+    """silu(gate) * up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        slope = sigmoid.addcmul(silu, 1 - sigmoid)
+        return (grad * up).mul_(slope), grad * silu
+
+
+class AttentionLayer(nn.Module):
+    """Project to what the variant takes, norm and turn queries and keys, attend, project back.
+
+    `attention` is called with (inputs, info); a parallel wrapper that answers the same call may take its place.
+    """
+
+    def __init__(
+        self,
+        variant: Variant,
+        *,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        qk_norm: bool,
+        bias: bool,
+        norm_eps: float,
+    ):
+        super().__init__()
+        core = variant.build(heads=heads, head_dim=head_dim)
+        count = {"query": heads, "kv": kv_heads}
+        self.tensors: tuple[HeadTensor, ...] = core.tensors
+        self.project = nn.ModuleDict(
+            {spec.name: nn.Linear(width, count[spec.heads] * spec.dim, bias=bias) for spec in core.tensors}
+        )
+        self.norm = nn.ModuleDict({name: RMSNorm(head_dim, norm_eps) for name in "qk"} if qk_norm else {})
+        self.rotary = variant.rotary
+        self.attention: nn.Module = LocalAttention(core, split_heads(heads, kv_heads, 1)[0])
+        self.gate = nn.Linear(width, heads * core.out_dim, bias=False) if variant.output_gate else None
+        self.out = nn.Linear(heads * core.out_dim, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, info: RowInfo) -> Tensor:
+        """x: [s/cp, e]  cos, sin: [s/cp, d/2]  ->  [s/cp, e]."""
+        inputs = {
+            spec.name: rearrange(self.project[spec.name](x), "s (h d) -> s h d", d=spec.dim) for spec in self.tensors
+        }
+        for name, norm in self.norm.items():
+            inputs[name] = norm(inputs[name])
+        if self.rotary:
+            inputs |= {name: rotate(inputs[name], cos, sin) for name in "qk"}
+        mixed = rearrange(self.attention(inputs, info), "s h d -> s (h d)")
+        if self.gate is not None:
+            mixed = mixed * torch.sigmoid(self.gate(x))
+        return self.out(mixed)

@@ -1,0 +1,76 @@
+"""Rotary position embedding for one or three position axes (Su et al. 2021, arXiv 2104.09864; M-RoPE: 2409.12191).
+
+Frequency i of d/2 turns the pair (x_i, x_{i + d/2}) by position * theta^(-2i/d). With three axes each frequency
+belongs to one of them; sections (4, 2, 2) give, for time, height and width:
+
+    contiguous   t t t t h h w w      Qwen2.5-VL
+    interleaved  t h w t h w t t      Qwen3-VL
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def frequency_axes(num_frequencies: int, sections: tuple[int, ...], interleaved: bool) -> np.ndarray:
+    """Say which position axis turns each frequency: [d/2] int64; no sections: all are turned by axis 0."""
+    if not sections:
+        return np.zeros(num_frequencies, dtype=np.int64)
+    if not interleaved:
+        return np.repeat(np.arange(len(sections)), sections)
+    axes = np.zeros(num_frequencies, dtype=np.int64)
+    for axis in range(1, len(sections)):
+        axes[axis : sections[axis] * len(sections) : len(sections)] = axis
+    return axes
+
+
+class Rotary:
+    """Makes the cos and sin tables of a row, once per forward for all layers."""
+
+    def __init__(self, *, head_dim: int, theta: float, sections: tuple[int, ...], interleaved: bool):
+        self.head_dim, self.theta = head_dim, theta
+        self.axes = frequency_axes(head_dim // 2, sections, interleaved)
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of every angle, computed in float64.
+
+        positions: [axes, s/cp] int64
+        returns two [s/cp, d/2], in float32 or `dtype`, whichever is wider
+        """
+        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device) / self.head_dim
+        axes = torch.from_numpy(self.axes).to(positions.device)
+        angles = positions[axes].T * self.theta**-exponent
+        wide = torch.promote_types(dtype, torch.float32)
+        return angles.cos().to(wide), angles.sin().to(wide)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each head by the position of its token; keeps nothing but the tables for backward.
+
+    x: [s/cp, heads, d]  cos, sin: [s/cp, d/2]   returns x's shape and type
+    """
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    out_first, out_second = out.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    out_first.copy_((first * cos).addcmul_(second, sin, value=-1))
+    out_second.copy_((second * cos).addcmul_(first, sin))
+    return out

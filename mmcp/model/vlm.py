@@ -1,0 +1,79 @@
+"""The video-language model: text embedding and encoders make rows, the backbone reads them, the head scores labels."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mmcp.attention.base import RowInfo
+from mmcp.model.backbone import Backbone
+from mmcp.model.head import LMHead
+
+
+class RowExchange(Protocol):
+    """How rows reach the rank that needs them; on one rank nothing moves."""
+
+    def to_owners(self, rows: Tensor) -> Tensor:
+        """rows: [n_r, e] encoded here -> [m, e] rows of this rank's media positions, ascending."""
+
+    def to_scorers(self, hidden: Tensor) -> Tensor:
+        """hidden: [s/cp, e] of this rank's tokens -> [l, e] the rows of the labels that this rank scores."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankRow:
+    """What one rank's forward is told of one row; tensors on the rank's device, derived from metadata alone."""
+
+    ids: Tensor
+    """[t] int64: ids of the text tokens held here, in order."""
+    text: Tensor
+    """[t] int64: where they stand among this rank's s/cp tokens."""
+    media: Tensor
+    """[m] int64: where encoder rows stand among this rank's tokens, ascending."""
+    positions: Tensor
+    """[axes, s/cp] int64: rotary positions of this rank's tokens."""
+    labels: Tensor
+    """[l] int64: the labels of the rows this rank scores, ascending; NO_LABEL for those of a void sample."""
+    info: RowInfo
+    """Mask and plan, for the attention layers."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.text) + len(self.media)
+
+
+class VideoLM(nn.Module):
+    """Decoder over one interleaved row of text, image, video and audio.
+
+    encoders: by segment kind; image and video may be one module
+    """
+
+    def __init__(self, backbone: Backbone, encoders: dict[str, nn.Module], *, vocabulary: int, width: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        nn.init.normal_(self.embedding.weight, std=1.0)
+        self.encoders = nn.ModuleDict(encoders)
+        self.backbone = backbone
+        self.head = LMHead(width, vocabulary)
+
+    def encode(self, calls: list[tuple[str, Tensor]]) -> Tensor:
+        """Run the planned encoder calls: one (kind, input) each, inputs may hold 0 units. Returns [n_r, e]."""
+        rows = [self.encoders[kind](x) for kind, x in calls]
+        return torch.cat(rows) if rows else self.embedding.weight.new_zeros(0, self.embedding.weight.shape[1])
+
+    def forward(
+        self, row: RankRow, calls: list[tuple[str, Tensor]], exchange: RowExchange
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Encode, route, interleave, run the backbone, score this rank's label rows.
+
+        Returns the sum of the label rows' token losses (a scalar), in evaluation mode the most likely id of each [l],
+        and the final hidden states [s/cp, e].
+        """
+        media = exchange.to_owners(self.encode(calls))
+        text = self.embedding(row.ids)
+        hidden = text.new_zeros(row.num_tokens, text.shape[1])
+        hidden = hidden.index_copy(0, row.text, text).index_copy(0, row.media, media.to(text.dtype))
+        hidden = self.backbone(hidden, row.positions, row.info)
+        rows = exchange.to_scorers(hidden)
+        return self.head(rows, row.labels), row.labels[:0] if self.training else self.head.most_likely(rows), hidden

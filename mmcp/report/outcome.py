@@ -1,0 +1,27 @@
+"""What a job hands back to the command line: a record for programs, tables for people, and whether it succeeded."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The result of one job."""
+
+    record: dict[str, Any]
+    """Strict JSON values: what `--json` prints."""
+    tables: Sequence[RenderableType] = ()
+    """What is printed without `--json`."""
+    is_ok: bool = True
+    """Whether the exit code is 0."""
+
+    def show(self, *, as_json: bool) -> None:
+        """Print to the standard output; progress and messages go to the standard error."""
+        if as_json:
+            print(json.dumps(self.record, indent=2, allow_nan=False))
+        else:
+            Console().print(*self.tables, sep="\n")

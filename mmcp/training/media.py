@@ -1,0 +1,95 @@
+"""From decoded units to the planned encoder calls of one rank."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mmcp.sequence import TokenSequence
+from mmcp.sharding.plan import ShardPlan
+from mmcp.sharding.ranges import as_indices
+
+SILENCE = -10.0  # log10 of the smallest mel power that Whisper's features distinguish, 1e-10
+
+
+class MediaInputs:
+    """Makes encoder inputs of decoded units; every rank of every group makes the same number of calls.
+
+    encoders:   by segment kind; their `empty()` gives an input of 0 units
+    finish:     (raw log-mel [n, bins, frames], maximum of each window's clip [n]) -> features; Whisper's last step
+    reduce_max: element-wise maximum of a float32 tensor over the ranks that share a row
+    """
+
+    def __init__(
+        self,
+        encoders: Mapping[str, nn.Module],
+        *,
+        finish: Callable[[Tensor, Tensor], Tensor],
+        reduce_max: Callable[[Tensor], Tensor],
+        device: torch.device,
+    ):
+        self.encoders = encoders
+        self.finish = finish
+        self.reduce_max = reduce_max
+        self.device = device
+
+    def calls(
+        self,
+        sequence: TokenSequence,
+        plan: ShardPlan,
+        *,
+        rank: int,
+        arrays: Mapping[int, np.ndarray],
+        num_calls: Mapping[str, int],
+    ) -> list[tuple[str, Tensor]]:
+        """Return this rank's encoder calls for one row, padded with empty ones to `num_calls` of each kind.
+
+        arrays: by unit number; image [h, w, 3] and video [f, h, w, 3] uint8, audio [bins, frames] raw log10 mel power
+        """
+        maxima = self._clip_maxima(sequence, arrays) if num_calls.get("audio") else {}
+        calls = []
+        for kind in sorted(num_calls):
+            own = [as_indices(ranges).tolist() for call_kind, ranges in plan.calls[rank] if call_kind == kind]
+            for i in range(num_calls[kind]):
+                x = self._stack(kind, own[i], sequence, arrays, maxima) if i < len(own) else self._empty(kind)
+                calls.append((kind, x))
+        return calls
+
+    def blank(self, unit_kind: str, size: tuple[int, ...]) -> np.ndarray:
+        """Return a black picture or silence of a unit's size."""
+        if unit_kind == "audio":
+            return np.full((self._empty("audio").shape[1], *size), SILENCE, dtype=np.float32)
+        return np.zeros((*size, 3), dtype=np.uint8)
+
+    def _empty(self, kind: str) -> Tensor:
+        return self.encoders[kind].empty().to(self.device)
+
+    def _stack(self, kind, units, sequence, arrays, maxima) -> Tensor:
+        x = torch.from_numpy(np.stack([arrays[unit] for unit in units])).to(self.device)
+        if kind != "audio":
+            return x
+        loudest = torch.tensor([maxima[_clip(sequence, unit)] for unit in units], device=self.device)
+        return self.finish(x, loudest)
+
+    def _clip_maxima(self, sequence: TokenSequence, arrays: Mapping[int, np.ndarray]) -> dict[tuple, float]:
+        """Find the largest raw log-mel value of each sound track of the row, over all ranks."""
+        audio = [unit for unit in range(len(sequence.units)) if sequence.unit_segment(unit).kind == "audio"]
+        clips = list(dict.fromkeys(_clip(sequence, unit) for unit in audio))
+        number = {clip: i for i, clip in enumerate(clips)}
+        local = torch.full((len(clips),), SILENCE, dtype=torch.float32)
+        for unit in audio:
+            if unit in arrays:
+                i = number[_clip(sequence, unit)]
+                local[i] = max(local[i].item(), float(arrays[unit].max()))
+        return dict(zip(clips, self.reduce_max(local.to(self.device)).tolist(), strict=True))
+
+
+def _clip(sequence: TokenSequence, unit: int) -> tuple:
+    segment = sequence.unit_segment(unit)
+    return segment.document, segment.source, segment.stream
+
+
+def call_counts(kinds: Iterable[str], count: Callable[[str], int]) -> dict[str, int]:
+    """Return how many calls of each kind a micro-batch makes, kinds without one left out."""
+    return {kind: number for kind in sorted(kinds) if (number := count(kind))}

@@ -1,0 +1,191 @@
+"""One step of one rank: its micro-batches forward and backward, with the time of each stage."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmcp.model.vlm import RankRow, VideoLM
+from mmcp.parallel.collectives import all_reduce
+from mmcp.parallel.mesh import Mesh
+from mmcp.parallel.route import Router
+from mmcp.parallel.shard_batch import counted_labels, rank_row
+from mmcp.sequence import NO_LABEL, TokenSequence
+from mmcp.sharding.step import StepPlan
+from mmcp.training.media import MediaInputs, call_counts
+
+STAGES = ("decode", "encode", "route", "backbone", "loss", "optimizer")
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """A planned step with what this rank decoded of it."""
+
+    plan: StepPlan
+    arrays: Mapping[int | None, Mapping[int, np.ndarray]]
+    """By row number, then unit number: the units this rank encodes."""
+    void: Mapping[int | None, frozenset[int]] = field(default_factory=dict)
+    """By row number: documents that some rank could not read; the same on every rank."""
+
+    @property
+    def label_tokens(self) -> int:
+        """Labelled tokens of the whole step over all rows and ranks, void documents left out."""
+        labels = (counted_labels(row, self.void.get(i, frozenset())) for i, row in enumerate(self.plan.rows))
+        return sum(int((row != NO_LABEL).sum()) for row in labels)
+
+
+class StageClock:
+    """Adds up the seconds between marks, by stage."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self.last = time.monotonic()
+
+    def start(self) -> None:
+        """Begin a new stretch; the time since the last mark counts nowhere."""
+        self.last = self._now()
+
+    def mark(self, stage: str) -> None:
+        """Count the time since the last mark for `stage`."""
+        now = self._now()
+        self.seconds[stage] += now - self.last
+        self.last = now
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.monotonic()
+
+
+class TimedExchange:
+    """An exchange that marks where stages meet, forward and, through tensor hooks, backward.
+
+    forward:   encode | to_owners: route | backbone | to_scorers: route | loss
+    backward:  loss | route | backbone | route | encode
+    """
+
+    def __init__(self, router: Router, clock: StageClock):
+        self.router = router
+        self.clock = clock
+
+    def to_owners(self, rows: Tensor) -> Tensor:
+        return self._timed(self.router.to_owners, rows, before="encode", grad_after="backbone")
+
+    def to_scorers(self, hidden: Tensor) -> Tensor:
+        return self._timed(self.router.to_scorers, hidden, before="backbone", grad_after="loss")
+
+    def _timed(self, move: Callable[..., Tensor], rows: Tensor, *, before: str, grad_after: str) -> Tensor:
+        self.clock.mark(before)
+        self._on_gradient(rows, "route")
+        moved = move(rows, trainable=torch.is_grad_enabled())
+        self._on_gradient(moved, grad_after)
+        self.clock.mark("route")
+        return moved
+
+    def _on_gradient(self, tensor: Tensor, stage: str) -> None:
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor.register_hook(lambda _: self.clock.mark(stage))
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """What one forward is given."""
+
+    number: int | None
+    """Row number in the step; None for an empty row."""
+    sequence: TokenSequence
+    row: RankRow
+    calls: list[tuple[str, Tensor]]
+    exchange: TimedExchange
+
+
+class StepRunner:
+    """Runs a model over the rows that the plan deals to this rank.
+
+    positions: sequence -> [axes, s] int64, the rotary positions of a row
+    """
+
+    def __init__(
+        self,
+        model: VideoLM,
+        mesh: Mesh,
+        *,
+        media: MediaInputs,
+        positions: Callable[[TokenSequence], np.ndarray],
+        device: torch.device,
+    ):
+        self.model = model
+        self.mesh = mesh
+        self.media = media
+        self.positions = positions
+        self.device = device
+
+    def micro_batches(self, work: StepWork, clock: StageClock) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches; every rank yields the same number, with the same encoder calls."""
+        plan, mesh = work.plan, self.mesh
+        for m in range(plan.micro_batches):
+            number, sequence, row_plan = plan.row(mesh.data.index, m)
+            counts = call_counts(self.media.encoders, lambda kind, m=m: plan.num_calls(kind, m))
+            row = rank_row(
+                sequence,
+                row_plan,
+                rank=mesh.cp.index,
+                positions=self.positions(sequence),
+                device=self.device,
+                void=work.void.get(number, frozenset()),
+            )
+            calls = self.media.calls(
+                sequence, row_plan, rank=mesh.cp.index, arrays=work.arrays.get(number, {}), num_calls=counts
+            )
+            exchange = TimedExchange(Router(row_plan, mesh.cp, device=self.device), clock)
+            yield MicroBatch(number, sequence, row, calls, exchange)
+
+    def backward(self, work: StepWork, clock: StageClock) -> Tensor:
+        """Accumulate the gradients of the step's mean token loss; return this rank's share of the loss sum.
+
+        The divisor is the number of labelled tokens of the whole step, known to every rank from metadata; gradients
+        are summed over ranks when the parameters' gradients are reduced.
+        """
+        total = work.label_tokens
+        assert total > 0, "a step without labels has no mean loss; skip it"
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in self.micro_batches(work, clock):
+            clock.start()
+            loss = self.model(batch.row, batch.calls, batch.exchange)[0]
+            clock.mark("loss")
+            (loss / total).backward()
+            clock.mark("encode")
+            loss_sum += loss.detach()
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return loss_sum
+
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """Return [s/cp, e], the final hidden states of this rank's tokens of a micro-batch."""
+        return self.model(batch.row, batch.calls, batch.exchange)[2]
+
+    @torch.no_grad()
+    def score(self, work: StepWork, clock: StageClock) -> tuple[Tensor, dict[int, Tensor]]:
+        """Evaluate a step, without gradients or dropout; the model is left in the mode it was in.
+
+        Returns the loss sum over all ranks, and by row number the most likely id at each label of the row [labels];
+        both the same on every rank.
+        """
+        was_training = self.model.training
+        self.model.eval()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        best = {i: torch.zeros(plan.num_labels, dtype=torch.int64) for i, plan in enumerate(work.plan.plans)}
+        for batch in self.micro_batches(work, clock):
+            loss, ids, _ = self.model(batch.row, batch.calls, batch.exchange)
+            loss_sum += loss
+            if batch.number is not None:
+                best[batch.number][torch.from_numpy(batch.row.info.plan.scorer == self.mesh.cp.index)] = ids.cpu()
+        self.model.train(was_training)
+        loss_sum = all_reduce(loss_sum, "sum", group=self.mesh.world, name="evaluation")
+        world = self.mesh.world
+        return loss_sum, {i: all_reduce(ids, "sum", group=world, name="evaluation") for i, ids in best.items()}

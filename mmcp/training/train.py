@@ -1,0 +1,159 @@
+"""The training loop: load, agree, step, measure, save."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from mmcp.config import config
+from mmcp.parallel.collectives import all_gather, all_reduce
+from mmcp.training.optim import OptimConfig, apply_update
+from mmcp.training.status import Status, exchange_status
+from mmcp.training.step import STAGES, StageClock, StepRunner, StepWork
+
+
+@config
+class TrainConfig:
+    """What to write on the way, and what to put up with; how long to train is `optim.total_steps`."""
+
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0: only at the end and when asked to stop."""
+    keep_last: int = 2
+    """Checkpoints kept; -1 keeps all."""
+    evaluate_every: int = 0
+    """Steps between held-out losses; 0: never."""
+    max_lost_share: float = 0.1
+    """Share of the samples seen so far that may be unusable (one always may) before the run stops with an error."""
+    strict: bool = False
+    """Whether the first unusable sample stops the run."""
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """A step as the loader hands it over."""
+
+    step: int
+    work: StepWork
+    faults: Mapping[tuple[int, int], str]
+    """By (row, document): what this rank could not decode, and why."""
+    refused: tuple[str, ...]
+    """Samples of the step that could not be laid out, and why; the same on every rank."""
+    notes: tuple[str, ...]
+    """Damage that did not make a sample unusable."""
+    decode_s: float
+    """Seconds this rank's workers spent on it."""
+    waited_s: float
+    """Seconds this rank waited for it."""
+    frames_decoded: int
+    """Video frames this rank's workers decoded for it."""
+
+
+@dataclass
+class Counters:
+    """What a run has seen; part of the checkpoint."""
+
+    documents: int = 0
+    """Samples that came up."""
+    lost: int = 0
+    """Those that could not be laid out or read, each of which used up its place in the order."""
+    skipped_steps: int = 0
+    """Steps without a label."""
+    faults: dict[str, int] = field(default_factory=dict)
+    """How often each message was given."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trainer:
+    """Everything a rank needs to train, built by the caller.
+
+    Raises ValueError on every rank when a sample cannot be read and `strict` is set, or too many cannot be.
+    """
+
+    runner: StepRunner
+    optimizer: torch.optim.Optimizer
+    optim: OptimConfig
+    settings: TrainConfig
+    counters: Counters
+    on_step: Callable[[dict[str, Any], LoadedStep], None]
+    """Called on every rank with the metrics of a step."""
+    save: Callable[[int], None]
+    """Called on every rank with the number of steps done."""
+    held_out_loss: Callable[[], float]
+    """Mean token loss on held-out data."""
+    stop_requested: Callable[[], bool]
+    """Whether this process has been asked to stop."""
+
+    def run(self, steps: Iterable[LoadedStep]) -> int:
+        """Train on `steps`; return how many are done in all. Saves at the end and when asked to stop."""
+        self.runner.model.train()
+        done = saved = -1
+        for loaded in steps:
+            mesh, device = self.runner.mesh, self.runner.device
+            plan, stop = loaded.work.plan, self.stop_requested()
+            status = exchange_status(plan, loaded.faults, stop=stop, group=mesh.world, device=device)
+            if status.stop:
+                done = loaded.step
+                break
+            self._count(loaded, status)
+            metrics = self._step(replace(loaded, work=replace(loaded.work, void=status.void)))
+            done = loaded.step + 1
+            if self.settings.evaluate_every and done % self.settings.evaluate_every == 0:
+                metrics["held_out_loss"] = self.held_out_loss()
+            self.on_step(metrics, loaded)
+            if self.settings.checkpoint_every and done % self.settings.checkpoint_every == 0:
+                self.save(done)
+                saved = done
+        if saved != done:
+            self.save(done)
+        return done
+
+    def _count(self, loaded: LoadedStep, status: Status) -> None:
+        """Count what was seen and lost; stop the run when too much is lost."""
+        counters, refused = self.counters, loaded.refused
+        counters.documents += sum(len(row.document_bounds) - 1 for row in loaded.work.plan.rows) + len(refused)
+        counters.lost += sum(len(documents) for documents in status.void.values()) + len(refused)
+        messages = (*refused, *status.messages)
+        for message in messages:
+            counters.faults[message] = counters.faults.get(message, 0) + 1
+        allowed = self.settings.max_lost_share * counters.documents
+        if messages and (self.settings.strict or counters.lost > max(1.0, allowed)):
+            limit = "train.strict is set" if self.settings.strict else f"{self.settings.max_lost_share:.0%} are allowed"
+            raise ValueError(
+                f"step {loaded.step}: {counters.lost} of {counters.documents} samples could not be used ({limit}): "
+                f"{'; '.join(messages)}; repair or remove them, or raise train.max_lost_share"
+            )
+
+    def _step(self, loaded: LoadedStep) -> dict[str, Any]:
+        """Run one optimizer step; a step in which nothing is labelled changes nothing and is counted."""
+        runner, work = self.runner, loaded.work
+        clock = StageClock(runner.device)
+        clock.seconds["decode"] = loaded.decode_s
+        began, norm, total = clock.last, 0.0, work.label_tokens
+        loss_sum = torch.zeros((), dtype=torch.float64, device=runner.device)
+        if total:
+            loss_sum = runner.backward(work, clock)
+            clock.start()
+            norm = apply_update(self.optimizer, self.optim, loaded.step)
+            clock.mark("optimizer")
+        else:
+            self.counters.skipped_steps += 1
+        clock.start()
+        seconds = {**clock.seconds, "total": clock.last - began + loaded.waited_s}
+        loss = all_reduce(loss_sum, "sum", group=runner.mesh.world, name="loss").item() / max(1, total)
+        names = (*STAGES, "total")
+        local = torch.tensor([seconds[name] for name in names], dtype=torch.float64, device=runner.device)
+        by_rank = all_gather(local, group=runner.mesh.world, name="seconds").tolist()
+        tokens = sum(row.num_tokens for row in work.plan.rows)
+        return {
+            "step": loaded.step,
+            "loss": loss,
+            "label_tokens": total,
+            "tokens": tokens,
+            "tokens_per_second": tokens / max(seconds[-1] for seconds in by_rank),
+            "lr": self.optim.rate(loaded.step),
+            "grad_norm": norm,
+            "seconds": {name: max(column) for name, column in zip(names, zip(*by_rank, strict=True), strict=True)},
+            "seconds_by_rank": [dict(zip(names, row, strict=True)) for row in by_rank],
+            "plan_digest": work.plan.digest,
+        }

@@ -1,0 +1,189 @@
+"""prepare: every row is in the shards or in the rejects, once, however often the work was interrupted.
+
+python -m pytest tests/data_pipelines/test_prepare.py
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import webdataset
+
+from data_pipelines.decode import decode_frames, decode_image
+from data_pipelines.examine import examine
+from data_pipelines.manifest import RowError, read_manifest
+from data_pipelines.media import MediaFile
+from data_pipelines.prepare import prepare
+from data_pipelines.shards import ShardSet
+from tests.data_pipelines.clips import read_number
+
+CASES = Path(__file__).parents[1] / "data" / "cases"
+
+
+def question(name: str, text: str = "what?") -> dict:
+    path = str(CASES / name)
+    kind = "image" if path.endswith((".jpg", ".png")) else "audio" if path.endswith(".wav") else "video"
+    content = [{"type": kind, kind: path}, {"type": "text", "text": text}]
+    return {"id": text, "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}]}
+
+
+ROWS = [
+    question("ref_4s_30fps_aac.mp4", "first"),
+    question("ref_4s_30fps_aac.mp4", "second"),
+    question("B09_broken/zero_bytes.mp4"),
+    question("B45_images/exif_6.jpg", "image"),
+    question("B10_audio/speech_8k.wav", "sound"),
+    {"id": "text", "messages": [{"role": "user", "content": "only\ud800text"}]},
+    question("B09_broken/no_moov.mp4"),
+    {"id": "none", "messages": []},
+    question("B08_vfr.mp4", "third"),
+    question("ref_4s_30fps_aac.mp4", "fourth"),
+    question("B45_images/truncated.jpg"),
+    question("B09_broken/audio_only.mp4"),
+]
+GOOD = ["first", "second", "image", "sound", "text", "third", "fourth"]
+
+
+def write(folder: Path, rows: list[dict]) -> Path:
+    manifest = folder / "m.jsonl"
+    manifest.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    return manifest
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_every_row_is_accepted_or_rejected(tmp_path):
+    seen = []
+    report = prepare(write(tmp_path, ROWS), tmp_path / "out", progress=lambda done, rows: seen.append((done, rows)))
+    assert (report.rows, report.accepted, report.rejected) == (12, 7, 5)
+    assert (report.media, report.replaced, report.shards) == (4, 1, 1)
+    assert seen == [(done, 12) for done in range(1, 13)]
+    rejects = [json.loads(line) for line in Path(report.rejects).read_text().splitlines()]
+    assert [reject["row"] for reject in rejects] == [3, 7, 8, 11, 12]
+    assert "empty file" in rejects[0]["reason"] and rejects[0]["file"].endswith("zero_bytes.mp4")
+    assert "no index" in rejects[1]["reason"] and "empty conversation" in rejects[2]["reason"]
+    assert "truncated" in rejects[3]["reason"] and "no video stream" in rejects[4]["reason"]
+
+
+def test_what_is_read_back_is_what_was_in_the_manifest(tmp_path):
+    manifest = write(tmp_path, ROWS)
+    prepare(manifest, tmp_path / "out", shard_bytes=20_000)
+    shards = ShardSet.open(tmp_path / "out")
+    samples = [shards.load(number) for number in range(len(shards))]
+    originals = [row for row in read_manifest(manifest) if not isinstance(row, RowError) and row.id in GOOD]
+    assert [sample.id for sample, _ in samples] == GOOD
+    for (sample, media), original in zip(samples, originals, strict=True):
+        assert (sample.row, sample.task, sample.replaced) == (original.row, original.task, original.replaced)
+        assert [role for role, _ in sample.turns] == [role for role, _ in original.turns]
+        assert [item.text for item in sample.items] == [item.text for item in original.items]
+        for (kind, name), (_, path) in zip(sample.media, original.media, strict=True):
+            stored, file = media[name], Path(path).read_bytes()
+            with stored.file.open() as opened:
+                assert opened.read() == file
+            assert (stored.clip, stored.image) == (
+                examine(kind, MediaFile(path)).clip,
+                examine(kind, MediaFile(path)).image,
+            )
+    video = samples[1][1]["00000000.video0.mp4"]
+    assert [read_number(p) for p in decode_frames(video.file, video.clip, [7, 100], (64, 96)).pixels] == [7, 100]
+    image = next(iter(samples[2][1].values()))
+    assert decode_image(image.file, image.image).shape == (*image.image, 3)
+
+
+def test_a_file_that_several_rows_use_is_stored_once(tmp_path):
+    prepare(write(tmp_path, [question("ref_4s_noaudio.mp4", str(i)) for i in range(20)]), tmp_path / "out")
+    tar = tmp_path / "out" / "shard-000000.tar"
+    assert tar.stat().st_size < 5503 + 20 * 2048 + 20_000
+    assert {name for n in range(20) for name in ShardSet.open(tar).load(n)[1]} == {"00000000.video0.mp4"}
+
+
+def test_webdataset_reads_the_shards(tmp_path):
+    prepare(write(tmp_path, ROWS), tmp_path / "out")
+    read = list(webdataset.WebDataset(str(tmp_path / "out" / "shard-000000.tar"), shardshuffle=False))
+    assert [sample["__key__"] for sample in read] == [f"{number:08d}" for number in range(7)]
+    assert read[0]["video0.mp4"] == (CASES / "ref_4s_30fps_aac.mp4").read_bytes()
+    assert json.loads(read[0]["json"])["id"] == "first"
+
+
+class Killed(Exception):
+    """Stands for a kill at a given row."""
+
+
+@pytest.mark.parametrize("stops", [[1], [4], [9], [2, 5, 8], list(range(1, 13))], ids=str)
+def test_interrupted_runs_end_as_one_run_does(tmp_path, stops):
+    manifest = write(tmp_path, ROWS)
+    prepare(manifest, tmp_path / "whole", shard_bytes=20_000)
+
+    for stop in stops:
+
+        def kill(done: int, rows: int, stop: int = stop) -> None:
+            if done == stop:
+                raise Killed
+
+        with pytest.raises(Killed):
+            prepare(manifest, tmp_path / "out", shard_bytes=20_000, progress=kill)
+        with pytest.raises(ValueError, match=r"unfinished prepare|no usable sample|holds no .tar"):
+            ShardSet.open(tmp_path / "out")
+    report = prepare(manifest, tmp_path / "out", shard_bytes=20_000)
+    assert report.accepted + report.rejected == report.rows
+    whole, resumed = content(tmp_path / "whole"), content(tmp_path / "out")
+    for files in (whole, resumed):
+        files["index.json"] = files["index.json"].replace(b"/whole/", b"/out/")
+    assert resumed == whole
+
+
+def test_a_resume_does_not_check_finished_rows_again(tmp_path, monkeypatch):
+    manifest = write(tmp_path, ROWS)
+
+    def kill(done: int, rows: int) -> None:
+        if done == 10:
+            raise Killed
+
+    with pytest.raises(Killed):
+        prepare(manifest, tmp_path / "out", shard_bytes=20_000, progress=kill)
+    checked = []
+    monkeypatch.setattr(
+        "data_pipelines.prepare.examine", lambda kind, file: checked.append(file) or examine(kind, file)
+    )
+    prepare(manifest, tmp_path / "out", shard_bytes=20_000)
+    assert not any("ref_4s" in file.path for file in checked)
+
+
+def test_strict_stops_at_the_first_bad_row(tmp_path):
+    with pytest.raises(RowError, match=r"m.jsonl, row 3 \(id 'what\?'\): its video cannot be used: empty file"):
+        prepare(write(tmp_path, ROWS), tmp_path / "out", strict=True)
+
+
+def test_folders_that_are_in_use_are_refused(tmp_path):
+    manifest = write(tmp_path, ROWS[:1])
+    prepare(manifest, tmp_path / "out")
+    with pytest.raises(ValueError, match="already holds a prepared set"):
+        prepare(manifest, tmp_path / "out")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("x")
+    with pytest.raises(ValueError, match="is not empty"):
+        prepare(manifest, tmp_path / "other")
+    with pytest.raises(ValueError, match="cannot be written"):
+        prepare(manifest, tmp_path / "m.jsonl" / "out")
+    with pytest.raises(RowError):
+        prepare(write(tmp_path, ROWS), tmp_path / "third", strict=True)
+    with pytest.raises(ValueError, match="unfinished prepare of another manifest"):
+        prepare(write(tmp_path, ROWS[:2]), tmp_path / "third")
+
+
+def test_no_usable_row_is_an_error_that_says_why(tmp_path):
+    with pytest.raises(ValueError, match=r"no row of .* can be used; the first: its video cannot be used: empty file"):
+        prepare(write(tmp_path, [ROWS[2], ROWS[6]]), tmp_path / "out")
+    (tmp_path / "m.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="has no rows"):
+        prepare(tmp_path / "m.jsonl", tmp_path / "out2")
+
+
+def test_a_shard_that_was_cut_is_not_read(tmp_path):
+    prepare(write(tmp_path, ROWS), tmp_path / "out")
+    tar = tmp_path / "out" / "shard-000000.tar"
+    tar.write_bytes(tar.read_bytes()[:-5000])
+    with pytest.raises(ValueError, match=r"shard-000000.tar' is not the one that .*index.json lists"):
+        ShardSet.open(tmp_path / "out")
