@@ -24,6 +24,7 @@ from mmcp.report.terminal import COLUMNS, balance_table
 from mmcp.sequence import Segment, TokenSequence
 from mmcp.sharding.balance import balance, inspect_record
 from mmcp.sharding.cost import row_costs
+from mmcp.sharding.step import plan_step
 from mmcp.sharding.strategies import STRATEGIES
 from tests.sharding.rows import MODEL, media_units
 
@@ -154,7 +155,8 @@ def write_run(folder: Path, *, steps, tasks, with_plan):
         (folder / "eval.json").write_text(json.dumps({"tasks": tasks, "checkpoint": "x", "ranks": 2}))
     if with_plan:
         plan, record = planned(2)
-        (folder / "plan.json").write_text(plan.to_json())
+        step = plan_step([ROW], groups=1, plan_row=lambda row: plan, cost=lambda row: row.num_tokens)
+        (folder / "plan.json").write_text(step.to_json())
         (folder / "inspect.json").write_text(json.dumps(record))
 
 
