@@ -130,16 +130,17 @@ class StepRunner:
         for m in range(plan.micro_batches):
             number, sequence, row_plan = plan.row(mesh.data.index, m)
             counts = call_counts(self.media.encoders, lambda kind, m=m: plan.num_calls(kind, m))
+            void = work.void.get(number, frozenset())
             row = rank_row(
                 sequence,
                 row_plan,
                 rank=mesh.cp.index,
                 positions=self.positions(sequence),
                 device=self.device,
-                void=work.void.get(number, frozenset()),
+                void=void,
             )
             calls = self.media.calls(
-                sequence, row_plan, rank=mesh.cp.index, arrays=work.arrays.get(number, {}), num_calls=counts
+                sequence, row_plan, rank=mesh.cp.index, arrays=work.arrays.get(number, {}), num_calls=counts, void=void
             )
             exchange = TimedExchange(Router(row_plan, mesh.cp, device=self.device), clock)
             yield MicroBatch(number, sequence, row, calls, exchange)
