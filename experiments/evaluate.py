@@ -28,7 +28,7 @@ from experiments.train_video_lm import check_heads, with_ranks
 from mmcp.config import load
 from mmcp.generate import generate
 from mmcp.parallel.launch import launch
-from mmcp.parallel.mesh import build_mesh, process_group
+from mmcp.parallel.mesh import build_mesh, device_type_for, process_group
 from mmcp.report.outcome import Outcome
 from mmcp.report.run import write_run_report
 from mmcp.sequence import Segment, TokenSequence
@@ -111,7 +111,8 @@ class Answering:
 
     def __enter__(self) -> "Answering":
         with ExitStack() as stack:
-            self.mesh = build_mesh(self.settings.mesh, device=stack.enter_context(process_group("cpu")))
+            device = stack.enter_context(process_group(device_type_for(self.settings.parameter_dtype)))
+            self.mesh = build_mesh(self.settings.mesh, device=device)
             self.tokenizer = self.settings.tokenizer.build()
             vocabulary = self.tokenizer.vocab_size
             self.runner: StepRunner = run_runner(self.settings, self.mesh, vocabulary=vocabulary)

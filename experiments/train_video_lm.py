@@ -24,7 +24,7 @@ from experiments.runtime import run_runner
 from mmcp.attention.base import split_heads
 from mmcp.config import as_values, dump, load
 from mmcp.parallel.launch import launch
-from mmcp.parallel.mesh import build_mesh, process_group
+from mmcp.parallel.mesh import build_mesh, device_type_for, process_group
 from mmcp.parallel.stop import StopRequest
 from mmcp.report.run import write_run_report
 from mmcp.training import checkpoint
@@ -95,7 +95,7 @@ def check_heads(settings: RunConfig) -> None:
 def train(settings: RunConfig, folder: Path, resume: bool) -> None:
     """Train on this rank."""
     with ExitStack() as stack:
-        device = stack.enter_context(process_group("cpu"))
+        device = stack.enter_context(process_group(device_type_for(settings.parameter_dtype)))
         mesh = build_mesh(settings.mesh, device=device)
         stop = stack.enter_context(StopRequest())
         tokenizer = settings.tokenizer.build()
