@@ -1,16 +1,24 @@
 """From decoded units to the planned encoder calls of one rank."""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmcp.sequence import TokenSequence
 from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.ranges import as_indices
 
 SILENCE = -10.0  # log10 of the smallest mel power that Whisper's features distinguish, 1e-10
+
+
+class UnitEncoder(Protocol):
+    """What is asked of an encoder's module here."""
+
+    def empty(self) -> Tensor:
+        """Return a call's input of no units."""
 
 
 class MediaInputs:
@@ -23,7 +31,7 @@ class MediaInputs:
 
     def __init__(
         self,
-        encoders: Mapping[str, nn.Module],
+        encoders: Mapping[str, UnitEncoder],
         *,
         finish: Callable[[Tensor, Tensor], Tensor],
         reduce_max: Callable[[Tensor], Tensor],
