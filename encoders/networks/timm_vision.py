@@ -217,5 +217,5 @@ def measure(model: str, size: tuple[int, ...], *, width: int, merge: int, frames
     return flops.get_total_flops(), sum(storage.nbytes() for storage in kept.values()) // 4
 
 
-def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *args, out_shape=None, **kwargs) -> int:
+def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
     return sdpa_flop_count(q, k, v)

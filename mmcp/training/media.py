@@ -73,7 +73,14 @@ class MediaInputs:
     def _empty(self, kind: str) -> Tensor:
         return self.encoders[kind].empty().to(self.device)
 
-    def _stack(self, kind, units, sequence, arrays, maxima) -> Tensor:
+    def _stack(
+        self,
+        kind: str,
+        units: list[int],
+        sequence: TokenSequence,
+        arrays: Mapping[int, np.ndarray],
+        maxima: dict[tuple, float],
+    ) -> Tensor:
         x = torch.from_numpy(np.stack([arrays[unit] for unit in units])).to(self.device)
         if kind != "audio":
             return x
