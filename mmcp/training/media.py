@@ -50,11 +50,14 @@ class MediaInputs:
         rank: int,
         arrays: Mapping[int, np.ndarray],
         num_calls: Mapping[str, int],
+        void: frozenset[int] = frozenset(),
     ) -> list[tuple[str, Tensor]]:
         """Return this rank's encoder calls for one row, padded with empty ones to `num_calls` of each kind.
 
         arrays: by unit number; image [h, w, 3] and video [f, h, w, 3] uint8, audio [bins, frames] raw log10 mel power
+        void:   documents whose labels do not count; what is missing of their media is blank
         """
+        arrays = {**self._blanks(sequence, plan, rank, arrays, void), **arrays}
         maxima = self._clip_maxima(sequence, arrays) if num_calls.get("audio") else {}
         calls = []
         for kind in sorted(num_calls):
@@ -69,6 +72,20 @@ class MediaInputs:
         if unit_kind == "audio":
             return np.full((self._empty("audio").shape[1], *size), SILENCE, dtype=np.float32)
         return np.zeros((*size, 3), dtype=np.uint8)
+
+    def _blanks(
+        self,
+        sequence: TokenSequence,
+        plan: ShardPlan,
+        rank: int,
+        arrays: Mapping[int, np.ndarray],
+        void: frozenset[int],
+    ) -> dict[int, np.ndarray]:
+        """Stand in for what this rank should encode and could not read; nothing that is trained on sees it."""
+        missing = [unit for unit in as_indices(plan.encode[rank]).tolist() if unit not in arrays]
+        lost = {sequence.unit_segment(unit).document for unit in missing}
+        assert lost <= void, f"units of documents {sorted(lost - void)} were neither decoded nor reported as unreadable"
+        return {unit: self.blank(sequence.unit_segment(unit).kind, sequence.units[unit].size) for unit in missing}
 
     def _empty(self, kind: str) -> Tensor:
         return self.encoders[kind].empty().to(self.device)

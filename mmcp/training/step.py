@@ -135,7 +135,7 @@ class StepRunner:
             counts = call_counts(self.media.encoders, partial(plan.num_calls, micro_batch=m))
             positions = self.positions(sequence)
             row = rank_row(sequence, row_plan, rank=mesh.cp.index, positions=positions, device=self.device, void=void)
-            calls = self.media.calls(sequence, row_plan, rank=mesh.cp.index, arrays=arrays, num_calls=counts)
+            calls = self.media.calls(sequence, row_plan, rank=mesh.cp.index, arrays=arrays, num_calls=counts, void=void)
             exchange = TimedExchange(Router(row_plan, mesh.cp, device=self.device), clock)
             yield MicroBatch(number, sequence, row, calls, exchange)
 
