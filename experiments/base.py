@@ -1,7 +1,7 @@
 """What every job shares: the config of a run, and the model and plans that it describes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -10,6 +10,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from data_pipelines.clip import ClipConfig
 from encoders import ENCODERS, AudioWindows, Encoder, ImagePatches, TokenizerConfig, VideoPatches
+from mmcp.attention import AttentionConfig
 from mmcp.config import OneOf, config
 from mmcp.model.backbone import BackboneConfig
 from mmcp.model.vlm import VideoLM
@@ -119,6 +120,11 @@ class RunConfig:
     def compute_dtype(self) -> torch.dtype | None:
         """Type that FSDP2 casts parameters to; None: as they are."""
         return torch.bfloat16 if self.dtype == "bfloat16" else None
+
+    def with_pattern(self, pattern: tuple[AttentionConfig, ...]) -> "RunConfig":
+        """Return the config with other attention in its layers."""
+        backbone = replace(self.model.backbone, pattern=pattern)
+        return replace(self, model=replace(self.model, backbone=backbone))
 
     def planner(self, vocabulary: int) -> "Planner":
         """Make the planner of this run."""
