@@ -68,7 +68,7 @@ class DataConfig:
     held_out: str = ""
     """Shards to evaluate on; empty: none."""
     held_out_samples: PositiveInt = 64
-    """Samples whose mean loss is measured during training: the first of the held-out shards."""
+    """Most samples whose mean loss is measured during training, evenly spaced over the held-out shards."""
     documents_per_step: PositiveInt = 8
     """Samples of one optimizer step, over all ranks."""
     row_tokens: PositiveInt = 4096
@@ -143,7 +143,7 @@ def build_model(model: ModelConfig, *, vocabulary: int, seed: int, dtype: torch.
     width = model.backbone.width
     torch.manual_seed(seed)
     encoders = {kind: encoder.build(width) for kind, encoder in model.encoders.items()}
-    return VideoLM(model.backbone.build(), encoders, vocabulary=vocabulary, width=width).to(dtype)
+    return VideoLM(model.backbone.build(), encoders, vocabulary=vocabulary).to(dtype)
 
 
 def cost_model(model: ModelConfig, *, vocabulary: int, dtype: torch.dtype, call_tokens: int, rates: Rates) -> CostModel:

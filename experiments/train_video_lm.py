@@ -24,7 +24,7 @@ from experiments.runtime import run_runner
 from mmcp.attention.base import split_heads
 from mmcp.config import as_values, dump, load
 from mmcp.parallel.launch import launch
-from mmcp.parallel.mesh import build_mesh, process_group
+from mmcp.parallel.mesh import build_mesh, device_type_for, process_group
 from mmcp.parallel.stop import StopRequest
 from mmcp.report.run import write_run_report
 from mmcp.training import checkpoint
@@ -109,7 +109,7 @@ def train(
     watch: entered with the runner before the first step; what it gives is called after each, once that is logged
     """
     with ExitStack() as stack:
-        device = stack.enter_context(process_group("cpu"))
+        device = stack.enter_context(process_group(device_type_for(settings.parameter_dtype)))
         mesh = build_mesh(settings.mesh, device=device)
         stop = stack.enter_context(StopRequest())
         tokenizer = settings.tokenizer.build()
@@ -171,7 +171,7 @@ def save(
         "config": as_values(settings),
         "ranks": runner.mesh.world.size,
     }
-    checkpoint.save(target, done, model=runner.model, optimizer=optimizer, state=state)
+    checkpoint.save(target, done, model=runner.model, optimizer=optimizer, state=state, group=runner.mesh.world)
     if runner.mesh.rank == 0:
         checkpoint.prune(target, settings.train.keep_last)
 
@@ -192,7 +192,7 @@ def restore(
     step = state["step"]
     if state["order"] != asdict(order_at(settings, num_samples, step)):
         raise ValueError(f"{found} was saved on other data ({state['order']}, now {num_samples} samples)")
-    checkpoint.load(found, model=runner.model, optimizer=optimizer)
+    checkpoint.load(found, model=runner.model, optimizer=optimizer, group=runner.mesh.world)
     return step, Counters(**state["counters"])
 
 

@@ -98,13 +98,13 @@ def save_shards(path: Path, record: Mapping) -> None:
     _save(path, figure)
 
 
-def _bars(axes: Axes, tops: np.ndarray, bottoms: np.ndarray, **style: str) -> None:
+def _bars(axes: Axes, tops: np.ndarray, bottoms: np.ndarray, *, color: str, label: str = "") -> None:
     """Draw a bar per rank as one path: a thousand ranks are as quick as two."""
     gaps = np.full(len(tops), np.nan)
     half = 0.4 if len(tops) <= 32 else 0.5  # gaps narrower than a pixel would draw patterns that are not there
     edges = (np.arange(len(tops))[:, None] + [-half, half]).ravel()
     heights, floors = (np.stack([values, gaps], axis=1).ravel()[:-1] for values in (tops, bottoms))
-    axes.stairs(heights, edges, baseline=floors, fill=True, **style)
+    axes.stairs(heights, edges, baseline=floors, fill=True, color=color, label=label)
 
 
 def _figure(title: str) -> tuple[Figure, Axes]:

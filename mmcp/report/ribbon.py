@@ -68,7 +68,9 @@ def _encoded_by(rank: int) -> str:
     return "text, not encoded" if rank == NOT_ENCODED else f"encoded by rank {rank}"
 
 
-def _strip(name: str, edges, values, hover: list[str], *, ranks: int, is_modality: bool) -> go.Heatmap:
+def _strip(
+    name: str, edges: np.ndarray, values: np.ndarray, hover: list[str], *, ranks: int, is_modality: bool
+) -> go.Heatmap:
     """Return one coloured strip; positions that are not encoded stay empty."""
     steps = [(index / len(KINDS), (index + 1) / len(KINDS), MODALITY[kind]) for index, kind in enumerate(KINDS)]
     modality = [(position, colour) for low, high, colour in steps for position in (low, high)]
