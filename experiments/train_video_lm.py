@@ -24,7 +24,7 @@ from experiments.runtime import run_runner
 from mmcp.attention.base import split_heads
 from mmcp.config import as_values, dump, load
 from mmcp.parallel.launch import launch
-from mmcp.parallel.mesh import build_mesh, device_type_for, process_group
+from mmcp.parallel.mesh import Mesh, build_mesh, device_type_for, process_group
 from mmcp.parallel.stop import StopRequest
 from mmcp.report.run import write_run_report
 from mmcp.training import checkpoint
@@ -98,13 +98,24 @@ def unwatched(_: StepRunner) -> OnStep:
 
 
 def train(settings: RunConfig, folder: Path, resume: bool, watch: Callable[[StepRunner], OnStep] = unwatched) -> None:
-    """Train on this rank.
+    """Train on this rank, from joining the others to leaving them.
 
     watch: gets the runner before the first step; what it returns is called after each, once the step is logged
     """
+    with process_group(device_type_for(settings.parameter_dtype)) as device:
+        train_on(build_mesh(settings.mesh, device=device), settings, folder, resume=resume, watch=watch)
+
+
+def train_on(
+    mesh: Mesh,
+    settings: RunConfig,
+    folder: Path,
+    *,
+    resume: bool,
+    watch: Callable[[StepRunner], OnStep] = unwatched,
+) -> None:
+    """Train on this rank of the mesh."""
     with ExitStack() as stack:
-        device = stack.enter_context(process_group(device_type_for(settings.parameter_dtype)))
-        mesh = build_mesh(settings.mesh, device=device)
         stop = stack.enter_context(StopRequest())
         tokenizer = settings.tokenizer.build()
         runner = run_runner(settings, mesh, vocabulary=tokenizer.vocab_size)
