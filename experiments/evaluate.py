@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -16,13 +16,12 @@ from rich.progress import track
 from rich.table import Table
 
 from data_pipelines.clip import build_sequence
-from data_pipelines.examine import Media
 from data_pipelines.loader import Loaded
 from data_pipelines.manifest import Sample
 from data_pipelines.shards import ShardSet
 from data_pipelines.workers import WorkerPool
 from experiments.base import RunConfig
-from experiments.pipeline import Document, Pipeline, PlannedStep, agree_on, collect, read_steps
+from experiments.pipeline import Document, Pipeline, PlannedStep, Samples, agree_on, collect, read_steps
 from experiments.runtime import run_runner
 from experiments.train_video_lm import check_heads, with_ranks
 from mmcp.config import load
@@ -90,15 +89,6 @@ def reference(sample: Sample) -> str:
     if role != "assistant":
         raise ValueError(f"sample '{sample.id}' does not end with an assistant's answer; nothing to compare with")
     return "".join(item.text for item in items if item.kind == "text")
-
-
-class Samples(Protocol):
-    """What questions come from."""
-
-    def __len__(self) -> int: ...
-
-    def load(self, number: int) -> tuple[Sample, dict[str, Media]]:
-        """Return a sample and what is known of its media."""
 
 
 class Answering:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -26,6 +27,15 @@ from mmcp.training.step import StageClock, StepRunner, StepWork
 from mmcp.training.train import LoadedStep
 
 JOB_UNITS = 128  # units decoded by one job at most, so that several workers can share a long clip
+
+
+class Samples(Protocol):
+    """What documents are made of: a ShardSet, or anything else that answers like one."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, number: int) -> tuple[Sample, dict[str, Media]]:
+        """Return a sample and what is known of its media."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +77,7 @@ class Pipeline:
 
     config: RunConfig
     tokenizer: Tokenizer
-    shards: ShardSet
+    shards: Samples
     planner: Planner
     bins: int = field(default=80)
     """Mel bands of the sound encoder."""

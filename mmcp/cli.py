@@ -134,9 +134,11 @@ def _ask(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="a clip, a prepared sample, a run or a named workload")
-    parser.add_argument("--strategy", default="balanced", help="how tokens are shared out (default: balanced)")
-    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="ranks to plan for (default: 8)")
+    parser.add_argument("source", metavar="SOURCE", help="a clip, a manifest (.jsonl), a folder of shards, or a run")
+    parser.add_argument("--config", type=Path, metavar="CONFIG", help="YAML file of the model and its token budget")
+    parser.add_argument("--sample", type=int, metavar="N", help="which sample of SOURCE, from 0")
+    parser.add_argument("--ranks", type=int, metavar="N", help="context-parallel ranks (default: the config's)")
+    parser.add_argument("--strategy", metavar="NAME", help="how tokens are shared out (default: the config's)")
     parser.add_argument("--compare", action="store_true", help="plan with every strategy")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page that works offline")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also write a figure")
