@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import webdataset
 
@@ -242,7 +243,9 @@ def _add(shard: Shard, key: str, sample: Sample, media: list[Media], names: Name
 
 def _finish(manifest: str, folder: Path, *, rows: int, digest: str) -> Prepared:
     """Count, list the rejects, and write the index that makes the folder a prepared set."""
-    shards, rejects, notes, media, replaced = [], [], 0, 0, 0
+    shards: list[dict[str, Any]] = []
+    rejects: list[dict[str, Any]] = []
+    notes = media = replaced = 0
     for path in sorted(folder.glob("shard-*.jsonl")):
         records = read_records(path)
         samples = [record["sample"] for record in records if "sample" in record]

@@ -66,8 +66,5 @@ def _expand_braces(pattern: str) -> Iterator[str]:
     if count > MOST_NAMES:
         raise ValueError(f"pattern '{pattern}' stands for {count} names, at most {MOST_NAMES} are allowed; use a glob")
     for values in product(*choices):
-        texts = (
-            str(value).zfill(width) if isinstance(value, int) else value
-            for value, width in zip(values, widths, strict=True)
-        )
+        texts = (str(value).zfill(width) for value, width in zip(values, widths, strict=True))
         yield "".join(piece + text for piece, text in zip(pieces[::2], (*texts, ""), strict=True))

@@ -27,7 +27,7 @@ from experiments.train_video_lm import check_heads, with_ranks
 from mmcp.config import load
 from mmcp.generate import generate
 from mmcp.parallel.launch import launch
-from mmcp.parallel.mesh import build_mesh, process_group
+from mmcp.parallel.mesh import build_mesh, device_type_for, process_group
 from mmcp.report.outcome import Outcome
 from mmcp.report.run import write_run_report
 from mmcp.sequence import Segment, TokenSequence
@@ -101,7 +101,8 @@ class Answering:
 
     def __enter__(self) -> "Answering":
         with ExitStack() as stack:
-            self.mesh = build_mesh(self.settings.mesh, device=stack.enter_context(process_group("cpu")))
+            device = stack.enter_context(process_group(device_type_for(self.settings.parameter_dtype)))
+            self.mesh = build_mesh(self.settings.mesh, device=device)
             self.tokenizer = self.settings.tokenizer.build()
             vocabulary = self.tokenizer.vocab_size
             self.runner: StepRunner = run_runner(self.settings, self.mesh, vocabulary=vocabulary)
@@ -112,8 +113,8 @@ class Answering:
             self.stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.stack.__exit__(*error)
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
 
     def answer_all(self) -> Iterator[tuple[Document, str | None]]:
         """Yield (document, answer) for every sample; the answer is None where a rank could not read it."""
@@ -162,7 +163,6 @@ def blanked(work: StepWork, runner: StepRunner) -> StepWork:
     arrays = {
         number: {unit: _blank(work.plan.rows[number], unit, runner) for unit in row}
         for number, row in work.arrays.items()
-        if number is not None
     }
     return replace(work, arrays=arrays)
 

@@ -71,6 +71,15 @@ class UnitJob:
     """Numbers of the units in the row."""
 
 
+class Samples(Protocol):
+    """What samples come from: a ShardSet, or anything that answers like one."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, number: int) -> tuple[Sample, dict[str, Media]]:
+        """Return a sample and what is known of its media."""
+
+
 @dataclass(frozen=True, eq=False)
 class Pipeline:
     """Lays out samples, packs and plans them, and tells what one rank has to decode."""
@@ -146,7 +155,7 @@ class Pipeline:
 
 def collect(loaded: Loaded[PlannedStep]) -> LoadedStep:
     """Sort a step's decoded units by row, and its failures by document."""
-    arrays: dict[int | None, dict[int, np.ndarray]] = {}
+    arrays: dict[int, dict[int, np.ndarray]] = {}
     faults: dict[tuple[int, int], str] = {}
     seconds, frames, notes = 0.0, 0, []
     for job, result in loaded.results:
@@ -184,10 +193,10 @@ def read_steps(
 
 
 def held_out_loss(pipeline: Pipeline, runner: StepRunner, pool: WorkerPool) -> float:
-    """Return the mean token loss over the first `data.held_out_samples` held-out samples; the same on every rank."""
+    """Return the mean token loss over `data.held_out_samples` held-out samples; the same on every rank."""
     data = pipeline.config.data
     held_out = replace(pipeline, shards=ShardSet.open(data.held_out))
-    numbers = range(min(len(held_out.shards), data.held_out_samples))
+    numbers = range(0, len(held_out.shards), -(-len(held_out.shards) // data.held_out_samples))
     batches = [numbers[i : i + data.documents_per_step] for i in range(0, len(numbers), data.documents_per_step)]
     loss, labels = 0.0, 0
     plan, steps = (lambda i: held_out.plan(batches[i])), range(len(batches))

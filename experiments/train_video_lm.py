@@ -6,7 +6,7 @@ Result:  the run folder: config.yaml, env.json, metrics.jsonl, plan.json, checkp
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,13 +24,13 @@ from experiments.runtime import run_runner
 from mmcp.attention.base import split_heads
 from mmcp.config import as_values, dump, load
 from mmcp.parallel.launch import launch
-from mmcp.parallel.mesh import build_mesh, process_group
+from mmcp.parallel.mesh import build_mesh, device_type_for, process_group
 from mmcp.parallel.stop import StopRequest
 from mmcp.report.run import write_run_report
 from mmcp.training import checkpoint
 from mmcp.training.run_folder import open_run_folder, write_setup
 from mmcp.training.step import StepRunner
-from mmcp.training.train import Counters, Trainer
+from mmcp.training.train import Counters, OnStep, Trainer
 
 RESUMABLE = ("folder", "mesh", "train", "data.workers", "data.prefetch", "data.deadline_s")
 """What may differ when a run is resumed: nothing that changes the samples, the model or the updates."""
@@ -92,10 +92,18 @@ def check_heads(settings: RunConfig) -> None:
     split_heads(backbone.heads, backbone.kv_heads, settings.mesh.ulysses)
 
 
-def train(settings: RunConfig, folder: Path, resume: bool) -> None:
-    """Train on this rank."""
+def unwatched(_: StepRunner) -> OnStep:
+    """Look at nothing."""
+    return lambda metrics, loaded: None
+
+
+def train(settings: RunConfig, folder: Path, resume: bool, watch: Callable[[StepRunner], OnStep] = unwatched) -> None:
+    """Train on this rank.
+
+    watch: gets the runner before the first step; what it returns is called after each, once the step is logged
+    """
     with ExitStack() as stack:
-        device = stack.enter_context(process_group("cpu"))
+        device = stack.enter_context(process_group(device_type_for(settings.parameter_dtype)))
         mesh = build_mesh(settings.mesh, device=device)
         stop = stack.enter_context(StopRequest())
         tokenizer = settings.tokenizer.build()
@@ -120,7 +128,7 @@ def train(settings: RunConfig, folder: Path, resume: bool) -> None:
             optim=settings.optim,
             settings=settings.train,
             counters=counters,
-            on_step=log.step,
+            on_step=(log.step, watch(runner)),
             save=lambda done: save(settings, folder, runner, optimizer, done, counters, num_samples=len(shards)),
             held_out_loss=lambda: held_out_loss(pipeline, runner, pool),
             stop_requested=stop.is_set,

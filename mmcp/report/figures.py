@@ -45,6 +45,34 @@ def save_accuracy(path: Path, tasks: Mapping[str, Mapping]) -> None:
     _finish(path, figure, axes, is_empty=not shown, has_legend=True)
 
 
+def save_bars(
+    path: Path,
+    groups: Mapping[str, Mapping[str, tuple[float, float | None]]],
+    *,
+    floor: Mapping[str, float],
+    title: str,
+    y_label: str,
+) -> None:
+    """Draw the values of several groups side by side, with their deviations.
+
+    groups: by group, name -> (value, standard deviation or None); the names are the same in all groups
+    floor:  by name, what is reached without doing anything; drawn as a line
+    """
+    figure, axes = _figure(title)
+    names = list(floor)
+    wide = 0.8 / max(1, len(groups))
+    for number, (group, values) in enumerate(groups.items()):
+        place = np.arange(len(names)) - 0.4 + wide * (number + 0.5)
+        heights, deviations = zip(*(values[name] for name in names), strict=True) if names else ((), ())
+        errors = [deviation or 0.0 for deviation in deviations]
+        axes.bar(place, heights, wide, yerr=errors, capsize=3, color=SERIES[number % len(SERIES)], label=_plain(group))
+    for number, name in enumerate(names):
+        axes.hlines(floor[name], number - 0.4, number + 0.4, color=GREY, linestyle="--")
+    axes.set(xticks=np.arange(len(names)), ylabel=y_label)
+    axes.set_xticklabels([_plain(name) for name in names], rotation=20, ha="right")
+    _finish(path, figure, axes, is_empty=not (groups and names), has_legend=True)
+
+
 def save_shards(path: Path, record: Mapping) -> None:
     """Draw tokens by modality and every cost of each rank of an `inspect` record, the mean dashed."""
     per_rank = record["per_rank"]
@@ -87,13 +115,13 @@ def save_comparison(path: Path, records: Sequence[Mapping]) -> None:
     _finish(path, figure, axes, is_empty=False, has_legend=True)
 
 
-def _bars(axes: Axes, tops: np.ndarray, bottoms: np.ndarray, **style: str) -> None:
+def _bars(axes: Axes, tops: np.ndarray, bottoms: np.ndarray, *, color: str, label: str = "") -> None:
     """Draw a bar per rank as one path: a thousand ranks are as quick as two."""
     gaps = np.full(len(tops), np.nan)
     half = 0.4 if len(tops) <= 32 else 0.5  # gaps narrower than a pixel would draw patterns that are not there
     edges = (np.arange(len(tops))[:, None] + [-half, half]).ravel()
     heights, floors = (np.stack([values, gaps], axis=1).ravel()[:-1] for values in (tops, bottoms))
-    axes.stairs(heights, edges, baseline=floors, fill=True, **style)
+    axes.stairs(heights, edges, baseline=floors, fill=True, color=color, label=label)
 
 
 def _figure(title: str) -> tuple[Figure, Axes]:

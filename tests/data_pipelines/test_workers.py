@@ -5,6 +5,7 @@ python -m pytest tests/data_pipelines/test_workers.py
 
 import gc
 import os
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -52,7 +53,7 @@ def test_a_bad_job_costs_itself_only(pool, job, message):
 
 def test_workers_do_not_import_torch(pool):
     pool.submit(worker_jobs.squares, 1).result()
-    maps = [open(f"/proc/{pid}/maps").read() for pid in pool.pids()]
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pool.pids()]
     assert not any("libtorch" in text for text in maps)
 
 
