@@ -165,7 +165,7 @@ def save(
         "config": as_values(settings),
         "ranks": runner.mesh.world.size,
     }
-    checkpoint.save(target, done, model=runner.model, optimizer=optimizer, state=state)
+    checkpoint.save(target, done, model=runner.model, optimizer=optimizer, state=state, group=runner.mesh.world)
     if runner.mesh.rank == 0:
         checkpoint.prune(target, settings.train.keep_last)
 
@@ -186,7 +186,7 @@ def restore(
     step = state["step"]
     if state["order"] != asdict(order_at(settings, num_samples, step)):
         raise ValueError(f"{found} was saved on other data ({state['order']}, now {num_samples} samples)")
-    checkpoint.load(found, model=runner.model, optimizer=optimizer)
+    checkpoint.load(found, model=runner.model, optimizer=optimizer, group=runner.mesh.world)
     return step, Counters(**state["counters"])
 
 
