@@ -69,11 +69,14 @@ def run(source: str, *, html: Path | None = None, png: Path | None = None, **opt
     records = [view.record for view in views]
     if html:
         write_shard_report(html, views, title=row.title, facts=row.facts, sequence=row.sequence)
-    if png:
-        (save_comparison(png, records) if request.compare else save_shards(png, records[0]))
-    tables = [facts_grid(row.facts), *map(balance_table, records), *([comparison_table(records)] if request.compare else [])]
-    written = {"written": ", ".join(str(file) for file in (html, png) if file)} if html or png else {}
-    return Outcome(record=records if request.compare else records[0], tables=[*tables, facts_grid(written)])
+    if png and request.compare:
+        save_comparison(png, records)
+    elif png:
+        save_shards(png, records[0])
+    tables = [facts_grid(row.facts), *map(balance_table, records)]
+    tables += [comparison_table(records)] if request.compare else []
+    tables += [facts_grid({"written": str(file)}) for file in (html, png) if file]
+    return Outcome(record=records if request.compare else records[0], tables=tables)
 
 
 def _planned(request: Request) -> tuple[Row, list[View]]:

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: unknown verb '{words[0]}'; {hint}", file=sys.stderr)
         return 2
     verb = VERBS[words[0]]
-    options = vars(_parser(verb).parse_intermixed_args(words[1:]))
+    options = vars(_parser(verb).parse_intermixed_args([_as_path(word) for word in words[1:]]))
     debug = options.pop("debug") or os.environ.get("MMCP_DEBUG", "0") not in ("", "0")
     try:
         return _run(verb, options)
@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+        if not _is_told_by_another(error):
+            print(f"error: {_one_line(error)}", file=sys.stderr)
         return 1
 
 
@@ -61,6 +62,19 @@ def _run(verb: Verb, options: dict) -> int:
         return 0
     outcome.show(as_json=as_json)
     return 0 if outcome.is_ok else 1
+
+
+def _as_path(word: str) -> str:
+    """Take a word with one leading dash for a file where there is such a file; options of verbs begin with two."""
+    is_file = word.startswith("-") and not word.startswith("--") and os.path.exists(word)
+    return os.path.join(os.curdir, word) if is_file else word
+
+
+def _is_told_by_another(error: Exception) -> bool:
+    """Whether rank 0 of the processes that torchrun started tells the same: what is wrong with a config."""
+    from mmcp.config import ConfigError
+
+    return isinstance(error, ConfigError) and os.environ.get("RANK", "0") != "0"
 
 
 def _one_line(error: Exception) -> str:

@@ -11,7 +11,7 @@ from matplotlib.ticker import EngFormatter
 
 from mmcp.report.numbers import decimate, is_number
 from mmcp.report.palette import BLUE, GREY, MODALITY, SERIES, VERMILION
-from mmcp.report.terminal import COLUMNS, COMPARED, COST_OF
+from mmcp.report.terminal import COLUMNS, COST_OF, ratios
 from mmcp.sequence import KINDS
 
 MARKERS_BELOW = 60  # points up to which each is marked; a single point would else be invisible
@@ -102,17 +102,15 @@ def save_shards(path: Path, record: Mapping) -> None:
 
 
 def save_comparison(path: Path, records: Sequence[Mapping]) -> None:
-    """Draw step time and the imbalance of each cost, a group of bars per strategy; 1 is the least there can be."""
-    figure, axes = _figure(f"{records[0]['tokens']:,} tokens on {records[0]['ranks']} ranks")
-    names = COMPARED[:-1]
-    width = 0.8 / len(records)
-    for number, record in enumerate(records):
-        values = [record["makespan_ratio"], *(record["imbalance"][cost] for cost in COST_OF.values())]
-        places = np.arange(len(names)) - 0.4 + width * (number + 0.5)
-        axes.bar(places, values, width, color=SERIES[number % len(SERIES)], label=record["strategy"])
-    axes.axhline(1.0, color=GREY, linestyle="--")
-    axes.set(xticks=np.arange(len(names)), xticklabels=names, ylabel="slowest rank / least mean")
-    _finish(path, figure, axes, is_empty=False, has_legend=True)
+    """Draw step time and each cost of `inspect` records of one row over the least there can be, by strategy."""
+    groups = {record["strategy"]: {name: (ratio, None) for name, ratio in ratios(record).items()} for record in records}
+    save_bars(
+        path,
+        groups,
+        floor=dict.fromkeys(ratios(records[0]), 1.0),
+        title=f"{records[0]['tokens']:,} tokens on {records[0]['ranks']} ranks",
+        y_label="slowest rank / least mean",
+    )
 
 
 def _bars(axes: Axes, tops: np.ndarray, bottoms: np.ndarray, *, color: str, label: str = "") -> None:

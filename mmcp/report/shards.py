@@ -11,7 +11,7 @@ from mmcp.report.numbers import short
 from mmcp.report.page import Section, facts_table, page, table
 from mmcp.report.palette import BLUE, GREY, MODALITY, SERIES, VERMILION
 from mmcp.report.ribbon import ribbon_section
-from mmcp.report.terminal import COLUMNS, COMPARED, COST_OF, comparison_cells
+from mmcp.report.terminal import COLUMNS, COST_OF, ratios, routed
 from mmcp.sequence import KINDS, TokenSequence
 from mmcp.sharding.plan import ShardPlan
 
@@ -95,22 +95,25 @@ def _facts_section(facts: Mapping[str, str]) -> Section:
 
 
 def _comparison_section(records: Sequence[dict]) -> Section:
-    """Draw step time and the imbalance of each cost, a group of bars per strategy."""
-    names = COMPARED[:-1]
+    """Draw step time and each cost over the least there can be, a group of bars per strategy."""
     figure = go.Figure()
     for number, record in enumerate(records):
-        values = [record["makespan_ratio"], *(record["imbalance"][cost] for cost in COST_OF.values())]
+        names, values = zip(*ratios(record).items(), strict=True)
         colour = SERIES[number % len(SERIES)]
         figure.add_trace(go.Bar(x=names, y=values, name=record["strategy"], marker_color=colour))
     figure.add_hline(y=1.0, line={"color": GREY, "dash": "dash", "width": 2})
     figure.update_layout(barmode="group", height=360, legend={"orientation": "h", "y": 1.15})
     figure.update_yaxes(title_text="slowest rank / least mean", rangemode="tozero")
+    rows = [
+        (record["strategy"], *(f"{ratio:.3f}" for ratio in ratios(record).values()), short(routed(record)))
+        for record in records
+    ]
     return Section(
         title="Strategies side by side",
-        text="Step time and each cost on its slowest rank, over the least mean any plan could have; dashed: that "
-        "least, 1.0.",
+        text="Step time and each cost on its slowest rank, over the least mean that any plan could have; dashed: "
+        "that least, 1.0.",
         picture=figure,
-        table=table(("strategy", *COMPARED), [(record["strategy"], *comparison_cells(record)) for record in records]),
+        table=table(("strategy", *ratios(records[0]), "rows routed"), rows),
         is_table_open=True,
     )
 

@@ -31,8 +31,6 @@ COST_OF = {
     "bytes": "memory",
 }
 """The entry of `imbalance` that belongs to a field of `per_rank`."""
-COMPARED = ("step time", *COST_OF.values(), "routed")
-"""Headings under which strategies are compared: ratios to the least there can be, and the rows that are routed."""
 
 
 def balance_table(record: dict) -> RenderableType:
@@ -86,17 +84,21 @@ def comparison_table(records: Sequence[dict]) -> Table:
     """Lay out `inspect` records of one row side by side: a line per strategy. Fits 80 columns."""
     table = _compact()
     table.title = f"strategies over {records[0]['ranks']} ranks: slowest rank / least mean"
-    for heading in ("strategy", *COMPARED):
-        table.add_column(heading, justify="left" if heading == "strategy" else "right")
+    for heading in ("strategy", *ratios(records[0]), "routed"):
+        table.add_column(heading.replace("attention", "attend"), justify="left" if heading == "strategy" else "right")
     for record in records:
-        table.add_row(record["strategy"], *comparison_cells(record))
+        table.add_row(record["strategy"], *(f"{ratio:.3f}" for ratio in ratios(record).values()), short(routed(record)))
     return table
 
 
-def comparison_cells(record: dict) -> list[str]:
-    """Return the values under the headings COMPARED."""
-    ratios = [record["makespan_ratio"], *(record["imbalance"][cost] for cost in COST_OF.values())]
-    return [*(f"{ratio:.3f}" for ratio in ratios), short(sum(entry["routed_rows"] for entry in record["per_rank"]))]
+def ratios(record: Mapping) -> dict[str, float]:
+    """By name: step time and each cost of its slowest rank, over the least mean that any plan could have."""
+    return {"step time": record["makespan_ratio"], **record["imbalance"]}
+
+
+def routed(record: Mapping) -> int:
+    """Count the embedding rows that leave the rank that encodes them."""
+    return sum(entry["routed_rows"] for entry in record["per_rank"])
 
 
 def _compact() -> Table:
