@@ -106,7 +106,7 @@ class Answering:
             self.tokenizer = self.settings.tokenizer.build()
             vocabulary = self.tokenizer.vocab_size
             self.runner: StepRunner = run_runner(self.settings, self.mesh, vocabulary=vocabulary)
-            checkpoint.load(self.saved, model=self.runner.model)
+            checkpoint.load(self.saved, model=self.runner.model, group=self.mesh.world)
             self.pool = WorkerPool(self.settings.data.workers, self.settings.data.deadline_s)
             stack.callback(self.pool.close)
             self.pipeline = Pipeline(self.settings, self.tokenizer, self.shards, self.settings.planner(vocabulary))

@@ -184,10 +184,10 @@ def read_steps(
 
 
 def held_out_loss(pipeline: Pipeline, runner: StepRunner, pool: WorkerPool) -> float:
-    """Return the mean token loss over the first `data.held_out_samples` held-out samples; the same on every rank."""
+    """Return the mean token loss over `data.held_out_samples` held-out samples; the same on every rank."""
     data = pipeline.config.data
     held_out = replace(pipeline, shards=ShardSet.open(data.held_out))
-    numbers = range(min(len(held_out.shards), data.held_out_samples))
+    numbers = range(0, len(held_out.shards), -(-len(held_out.shards) // data.held_out_samples))
     batches = [numbers[i : i + data.documents_per_step] for i in range(0, len(numbers), data.documents_per_step)]
     loss, labels = 0.0, 0
     plan, steps = (lambda i: held_out.plan(batches[i])), range(len(batches))

@@ -6,7 +6,7 @@ Result:  the run folder: config.yaml, env.json, metrics.jsonl, plan.json, checkp
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from mmcp.report.run import write_run_report
 from mmcp.training import checkpoint
 from mmcp.training.run_folder import open_run_folder, write_setup
 from mmcp.training.step import StepRunner
-from mmcp.training.train import Counters, Trainer
+from mmcp.training.train import Counters, OnStep, Trainer
 
 RESUMABLE = ("folder", "mesh", "train", "data.workers", "data.prefetch", "data.deadline_s")
 """What may differ when a run is resumed: nothing that changes the samples, the model or the updates."""
@@ -92,8 +92,16 @@ def check_heads(settings: RunConfig) -> None:
     split_heads(backbone.heads, backbone.kv_heads, settings.mesh.ulysses)
 
 
-def train(settings: RunConfig, folder: Path, resume: bool) -> None:
-    """Train on this rank."""
+def unwatched(_: StepRunner) -> OnStep:
+    """Look at nothing."""
+    return lambda metrics, loaded: None
+
+
+def train(settings: RunConfig, folder: Path, resume: bool, watch: Callable[[StepRunner], OnStep] = unwatched) -> None:
+    """Train on this rank.
+
+    watch: gets the runner before the first step; what it returns is called after each, once the step is logged
+    """
     with ExitStack() as stack:
         device = stack.enter_context(process_group(device_type_for(settings.parameter_dtype)))
         mesh = build_mesh(settings.mesh, device=device)
@@ -120,7 +128,7 @@ def train(settings: RunConfig, folder: Path, resume: bool) -> None:
             optim=settings.optim,
             settings=settings.train,
             counters=counters,
-            on_step=log.step,
+            on_step=(log.step, watch(runner)),
             save=lambda done: save(settings, folder, runner, optimizer, done, counters, num_samples=len(shards)),
             held_out_loss=lambda: held_out_loss(pipeline, runner, pool),
             stop_requested=stop.is_set,
@@ -157,7 +165,7 @@ def save(
         "config": as_values(settings),
         "ranks": runner.mesh.world.size,
     }
-    checkpoint.save(target, done, model=runner.model, optimizer=optimizer, state=state)
+    checkpoint.save(target, done, model=runner.model, optimizer=optimizer, state=state, group=runner.mesh.world)
     if runner.mesh.rank == 0:
         checkpoint.prune(target, settings.train.keep_last)
 
@@ -178,7 +186,7 @@ def restore(
     step = state["step"]
     if state["order"] != asdict(order_at(settings, num_samples, step)):
         raise ValueError(f"{found} was saved on other data ({state['order']}, now {num_samples} samples)")
-    checkpoint.load(found, model=runner.model, optimizer=optimizer)
+    checkpoint.load(found, model=runner.model, optimizer=optimizer, group=runner.mesh.world)
     return step, Counters(**state["counters"])
 
 

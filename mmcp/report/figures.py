@@ -44,6 +44,34 @@ def save_accuracy(path: Path, tasks: Mapping[str, Mapping]) -> None:
     _finish(path, figure, axes, is_empty=not shown, has_legend=True)
 
 
+def save_bars(
+    path: Path,
+    groups: Mapping[str, Mapping[str, tuple[float, float | None]]],
+    *,
+    floor: Mapping[str, float],
+    title: str,
+    y_label: str,
+) -> None:
+    """Draw the values of several groups side by side, with their deviations.
+
+    groups: by group, name -> (value, standard deviation or None); the names are the same in all groups
+    floor:  by name, what is reached without doing anything; drawn as a line
+    """
+    figure, axes = _figure(title)
+    names = list(floor)
+    wide = 0.8 / max(1, len(groups))
+    for number, (group, values) in enumerate(groups.items()):
+        place = np.arange(len(names)) - 0.4 + wide * (number + 0.5)
+        heights, deviations = zip(*(values[name] for name in names), strict=True) if names else ((), ())
+        errors = [deviation or 0.0 for deviation in deviations]
+        axes.bar(place, heights, wide, yerr=errors, capsize=3, color=SERIES[number % len(SERIES)], label=_plain(group))
+    for number, name in enumerate(names):
+        axes.hlines(floor[name], number - 0.4, number + 0.4, color=GREY, linestyle="--")
+    axes.set(xticks=np.arange(len(names)), ylabel=y_label)
+    axes.set_xticklabels([_plain(name) for name in names], rotation=20, ha="right")
+    _finish(path, figure, axes, is_empty=not (groups and names), has_legend=True)
+
+
 def save_shards(path: Path, record: Mapping) -> None:
     """Draw tokens by modality and every cost of each rank of an `inspect` record, the mean dashed."""
     per_rank = record["per_rank"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mmcp.parallel.collectives import Group, RankError, all_gather_json, all_reduce
+from mmcp.parallel.collectives import Group, all_gather_json, all_reduce
 from mmcp.sharding.step import StepPlan
 
 
@@ -29,13 +29,13 @@ def exchange_status(
     Only when something was lost is there a second one, with one word per document, and an exchange of the reasons.
 
     faults: by (row, document): what this rank could not read, and why
-    Raises RankError on every rank when the ranks hold different plans.
+    Raises ValueError on every rank when the ranks hold different plans.
     """
     digest = int(plan.digest[:15], 16)
     words = torch.tensor([digest, -digest, int(stop), int(bool(faults))], dtype=torch.int64, device=device)
     largest, smallest, wants_stop, has_faults = all_reduce(words, "max", group=group, name="status").tolist()
     if largest != -smallest:
-        raise RankError(
+        raise ValueError(
             f"ranks hold different plans for one step (this rank's digest is {plan.digest}); "
             "give every rank the same config, data and software"
         )
