@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmcp.parallel.collectives import record
@@ -122,17 +122,14 @@ def cases(draw, max_ranks: int) -> Case:
     return Case(ranks, parts, *(deal(count) for count in counts))
 
 
-DRAWN = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
-
-
-@settings(max_examples=25, **DRAWN)
+@settings(max_examples=25)
 @given(case=cases(4))
 def test_drawn_routes_equal_indexing_the_whole_row(rank_pool, case):
     rank_pool.run(route_both, case, ranks=case.ranks)
 
 
 @pytest.mark.full
-@settings(max_examples=300, **DRAWN)
+@settings(max_examples=300)
 @given(case=cases(6))
 def test_many_drawn_routes_equal_indexing_the_whole_row(rank_pool, case):
     rank_pool.run(route_both, case, ranks=case.ranks)
