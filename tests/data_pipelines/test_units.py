@@ -17,8 +17,9 @@ from data_pipelines.demux import read_index
 from data_pipelines.sound import decode_audio
 from data_pipelines.units import frame_groups, image_unit, sampled_frames, sound_windows
 from encoders import AudioWindows, ImagePatches, VideoPatches
-from encoders.mel import HOP, log_mel_raw, needed
+from encoders.mel import log_mel_raw, needed
 from mmcp.interleave import StampConfig
+from mmcp.sequence import HOP
 
 DATA = Path(__file__).parents[1] / "data"
 EACH = VideoPatches(patch=8, frames=1)

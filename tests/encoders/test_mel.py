@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoders.mel import HOP, SILENCE, finish, log_mel_raw, mel_bands, needed
+from encoders.mel import SILENCE, finish, log_mel_raw, mel_bands, needed
+from mmcp.sequence import HOP
 
 
 def sound(samples: int, seed: int) -> np.ndarray:
