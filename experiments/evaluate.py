@@ -21,9 +21,10 @@ from data_pipelines.manifest import Sample
 from data_pipelines.shards import ShardSet
 from data_pipelines.workers import WorkerPool
 from experiments.base import RunConfig
+from experiments.check_run import check_heads
 from experiments.pipeline import Document, Pipeline, PlannedStep, Samples, agree_on, collect, read_steps
 from experiments.runtime import run_runner
-from experiments.train_video_lm import check_heads, with_ranks
+from experiments.train_video_lm import with_ranks
 from mmcp.config import load
 from mmcp.generate import generate
 from mmcp.parallel.launch import launch

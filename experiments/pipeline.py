@@ -12,6 +12,7 @@ from data_pipelines.decode_units import decode_units
 from data_pipelines.examine import Media
 from data_pipelines.loader import Job, Loaded, Loader
 from data_pipelines.manifest import Sample
+from data_pipelines.media import MediaError
 from data_pipelines.packing import pack_rows
 from data_pipelines.shards import ShardSet
 from data_pipelines.workers import WorkerError, WorkerPool
@@ -90,7 +91,10 @@ class Pipeline:
     def document(self, number: int) -> Document:
         """Lay out one sample. Raises ValueError naming it."""
         sample, media = self.shards.load(number)
-        sequence, report = build_sequence(sample, media, self.config.clip, rules=self.rules)
+        try:
+            sequence, report = build_sequence(sample, media, self.config.clip, rules=self.rules)
+        except MediaError as error:
+            raise ValueError(f"sample '{sample.id}': {error}") from None
         if not len(sequence.label_positions):
             raise ValueError(f"sample '{sample.id}' has no answer to train on; add an assistant's turn")
         notes = (*report.budget.reduced, *(f"{name}: no sound" for name in report.without_sound))
