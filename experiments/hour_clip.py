@@ -101,7 +101,8 @@ def run(settings: HourConfig) -> Outcome:
         settings = replace(settings, source=replace(settings.source, seconds=SMOKE_SECONDS), min_tokens=2048)
     folder = Path(settings.folder)
     shards = prepared_clip(settings.source, folder / "clips")
-    steps, alone, faults, imbalance = [], [], [], {}
+    steps, alone, faults = [], [], []
+    imbalance: dict[str, float] = {}
     for variant in VARIANTS:
         many = measure(settings, variant, shards, ranks=settings.ranks)
         one = measure(settings, variant, shards, ranks=1)
