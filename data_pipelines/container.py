@@ -10,7 +10,7 @@ of a frame = pts x time base - origin, exactly. Picture and sound share it.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-SAMPLE_RATE = 16000  # sound is given to models at this rate; sample n is at time n / SAMPLE_RATE
+from mmcp.sequence import SAMPLE_RATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,12 +176,6 @@ class ClipIndex:
         """Seconds on the clip's clock at which frame number `frame` is shown."""
         assert self.video is not None, "a file without pictures has no frames"
         return int(self.video.pts[frame]) * self.video.time_base - self.origin
-
-    def frames_at(self, times: Sequence[Fraction]) -> np.ndarray:
-        """[times] int64: the frame a player shows at each time, the last with pts <= time; before it the first."""
-        assert self.video is not None, "a file without pictures has no frames"
-        ticks = np.array([floor((time + self.origin) / self.video.time_base) for time in times], dtype=np.int64)
-        return np.maximum(np.searchsorted(self.video.pts, ticks, side="right") - 1, 0)
 
     @property
     def video_end(self) -> Fraction:

@@ -20,9 +20,10 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from data_pipelines.synthetic import SyntheticConfig
 from experiments import evaluate
 from experiments.base import RunConfig
+from experiments.check_run import check
 from experiments.compare_runs import compare, tables, write_comparison
 from experiments.demo import prepare_data, write_data
-from experiments.train_video_lm import check, train, with_ranks
+from experiments.train_video_lm import train, with_ranks
 from experiments.watch import watch
 from mmcp.attention import AttentionConfig
 from mmcp.config import config, dump, load

@@ -104,7 +104,14 @@ def write_comparison(folder: Path, record: dict[str, Any]) -> None:
         name: {task: (value["mean"], value["std"]) for task, value in variant["tasks"].items()}
         for name, variant in record["variants"].items()
     }
-    save_bars(folder / "accuracy.png", accuracy, chance=record["chance"], title=title, y_label="share of answers right")
+    save_bars(
+        folder / "accuracy.png",
+        accuracy,
+        floor=record["chance"],
+        floor_label="chance",
+        title=title,
+        y_label="share of answers right",
+    )
 
 
 def tables(record: dict[str, Any]) -> list[Table]:

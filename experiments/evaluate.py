@@ -21,9 +21,10 @@ from data_pipelines.manifest import Sample
 from data_pipelines.shards import ShardSet
 from data_pipelines.workers import WorkerPool
 from experiments.base import RunConfig
+from experiments.check_run import check_heads
 from experiments.pipeline import Document, Pipeline, PlannedStep, Samples, agree_on, collect, read_steps
 from experiments.runtime import run_runner
-from experiments.train_video_lm import check_heads, with_ranks
+from experiments.train_video_lm import with_ranks
 from mmcp.config import load
 from mmcp.generate import generate
 from mmcp.parallel.launch import launch
@@ -74,13 +75,12 @@ def open_run(run: Path, ranks: int | None) -> tuple[RunConfig, Path]:
 def evaluate(settings: RunConfig, saved: Path, blank: bool) -> tuple[dict[str, dict[str, float | int]], list[str]]:
     """Answer every held-out question on this rank's part; return the grades and what could not be used."""
     with Answering(settings, saved, ShardSet.open(settings.data.held_out), blank=blank) as answering:
-        graded, lost = [], []
-        for document, answer in answering.answer_all():
-            if isinstance(answer, str):
-                graded.append(Graded(document.sample.task or "all", reference(document.sample), answer))
-            else:
-                lost.append(f"sample '{document.sample.id}' could not be read")
-        return grade(graded), [*lost, *answering.refused]
+        graded = [
+            Graded(document.sample.task or "all", reference(document.sample), answer)
+            for document, answer in answering.answer_all()
+            if answer is not None
+        ]
+        return grade(graded), answering.refused
 
 
 def reference(sample: Sample) -> str:
@@ -98,6 +98,7 @@ class Answering:
         self.settings, self.saved, self.shards = settings, saved, shards
         self.blank, self.room = blank, room
         self.refused: list[str] = []
+        """Samples that could not be laid out or read, and why."""
 
     def __enter__(self) -> "Answering":
         with ExitStack() as stack:
@@ -146,7 +147,8 @@ class Answering:
         return Document(sample, media, TokenSequence((*prompt, answer)), ())
 
     def _answers(self, step: Loaded[PlannedStep]) -> Iterator[tuple[Document, str | None]]:
-        work = agree_on(collect(step), self.runner)
+        work, messages = agree_on(collect(step), self.runner)
+        self.refused += messages
         work = blanked(work, self.runner) if self.blank else work
         rows = step.payload.documents
         drafts = [[document.sequence.segments[-1].ids for document in row] for row in rows]

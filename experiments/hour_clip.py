@@ -20,8 +20,9 @@ from pydantic import PositiveFloat, PositiveInt
 from rich.table import Table
 
 from experiments.base import RunConfig
+from experiments.check_run import check
 from experiments.long_clip import LongClip, prepared_clip
-from experiments.train_video_lm import check, train, with_ranks
+from experiments.train_video_lm import train, with_ranks
 from experiments.watch import read_watch, watch
 from mmcp.attention import LinearConfig, SoftmaxConfig
 from mmcp.config import config, load

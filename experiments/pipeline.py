@@ -12,6 +12,7 @@ from data_pipelines.decode_units import decode_units
 from data_pipelines.examine import Media
 from data_pipelines.loader import Job, Loaded, Loader
 from data_pipelines.manifest import Sample
+from data_pipelines.media import MediaError
 from data_pipelines.packing import pack_rows
 from data_pipelines.shards import ShardSet
 from data_pipelines.workers import WorkerError, WorkerPool
@@ -67,8 +68,22 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def load(self, number: int) -> tuple[Sample, dict[str, Media]]:
+    def load(self, number: int, /) -> tuple[Sample, dict[str, Media]]:
         """Return a sample and what is known of its media."""
+
+
+@dataclass(frozen=True)
+class OneSample:
+    """A single sample that answers like a shard set."""
+
+    sample: Sample
+    media: dict[str, Media]
+
+    def __len__(self) -> int:
+        return 1
+
+    def load(self, _: int) -> tuple[Sample, dict[str, Media]]:
+        return self.sample, self.media
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +105,10 @@ class Pipeline:
     def document(self, number: int) -> Document:
         """Lay out one sample. Raises ValueError naming it."""
         sample, media = self.shards.load(number)
-        sequence, report = build_sequence(sample, media, self.config.clip, rules=self.rules)
+        try:
+            sequence, report = build_sequence(sample, media, self.config.clip, rules=self.rules)
+        except MediaError as error:
+            raise ValueError(f"sample '{sample.id}': {error}") from None
         if not len(sequence.label_positions):
             raise ValueError(f"sample '{sample.id}' has no answer to train on; add an assistant's turn")
         notes = (*report.budget.reduced, *(f"{name}: no sound" for name in report.without_sound))
@@ -192,13 +210,13 @@ def held_out_loss(pipeline: Pipeline, runner: StepRunner, pool: WorkerPool) -> f
     loss, labels = 0.0, 0
     plan, steps = (lambda i: held_out.plan(batches[i])), range(len(batches))
     for step in read_steps(held_out, runner.mesh, pool, plan=plan, steps=steps):
-        work = agree_on(collect(step), runner)
+        work, _ = agree_on(collect(step), runner)
         loss += runner.score(work, StageClock(runner.device))[0].item()
         labels += work.label_tokens
     return loss / max(1, labels)
 
 
-def agree_on(step: LoadedStep, runner: StepRunner) -> StepWork:
-    """Make samples that any rank could not read void on all ranks."""
+def agree_on(step: LoadedStep, runner: StepRunner) -> tuple[StepWork, tuple[str, ...]]:
+    """Make samples that any rank could not read void on all ranks; return why they could not be."""
     status = exchange_status(step.work.plan, step.faults, stop=False, group=runner.mesh.world, device=runner.device)
-    return replace(step.work, void=status.void)
+    return replace(step.work, void=status.void), status.messages
