@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from experiments.base import RunConfig
@@ -240,7 +241,7 @@ def _seconds_table(record: dict[str, Any]) -> Table:
     table = _table("seconds by stage; decoding runs beside the others", "variant", "step", "rank", *stages)
     for step in record["steps"]:
         for rank, seconds in enumerate(step["seconds_by_rank"]):
-            times = (f"{seconds[stage]:.2f}" for stage in stages)
+            times = (f"{seconds[stage]:.1f}" for stage in stages)
             table.add_row(step["variant"], str(step["step"]), str(rank), *times)
     return table
 
@@ -255,7 +256,7 @@ def _alone_table(record: dict[str, Any]) -> Table:
 
 
 def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title)
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in headings:
         table.add_column(heading, justify="right")
     return table
