@@ -30,6 +30,7 @@ from mmcp.config.load import build
 from mmcp.config.source import Source
 from mmcp.parallel.launch import launch
 from mmcp.report.outcome import Outcome
+from mmcp.sharding.balance import COSTS
 from mmcp.sharding.ranges import size
 from mmcp.training.metrics import read_metrics
 from mmcp.training.run_folder import open_run_folder, write_json
@@ -101,22 +102,20 @@ def run(settings: HourConfig) -> Outcome:
         settings = replace(settings, source=replace(settings.source, seconds=SMOKE_SECONDS), min_tokens=2048)
     folder = Path(settings.folder)
     shards = prepared_clip(settings.source, folder / "clips")
-    steps, alone, faults = [], [], []
-    imbalance: dict[str, float] = {}
-    for variant in VARIANTS:
-        many = measure(settings, variant, shards, ranks=settings.ranks)
-        one = measure(settings, variant, shards, ranks=1)
-        steps += step_records(variant, many)
-        alone += one_rank_records(variant, many, one)
-        faults += [f"{variant}: {fault}" for fault in check_run(settings, many)]
-        imbalance = {name: max(value, imbalance.get(name, 0.0)) for name, value in many.imbalance.items()}
+    runs = {
+        variant: (measure(settings, variant, shards, ranks=settings.ranks), measure(settings, variant, shards, ranks=1))
+        for variant in VARIANTS
+    }
+    steps = [step for variant, (many, _) in runs.items() for step in step_records(variant, many)]
+    alone = [step for variant, (many, one) in runs.items() for step in one_rank_records(variant, many, one)]
+    faults = [f"{variant}: {fault}" for variant, (many, _) in runs.items() for fault in check_run(settings, many)]
     faults += check_losses(settings, alone)
     record = {
         "ranks": settings.ranks,
         "tokens": steps[0]["tokens"],
         "seconds_of_clip": settings.source.seconds,
         "steps": steps,
-        "imbalance": imbalance,
+        "imbalance": {name: max(many.imbalance[name] for many, _ in runs.values()) for name in COSTS},
         "one_rank": alone,
         "faults": faults,
     }

@@ -19,7 +19,7 @@ from mmcp.training.metrics import memory_mb
 from mmcp.training.step import StepRunner
 from mmcp.training.train import LoadedStep
 
-SAMPLE_S = 0.25  # seconds between two looks at the memory
+SAMPLE_S = 0.5  # seconds between two looks at the memory
 
 
 class PeakMemory:
