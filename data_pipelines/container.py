@@ -10,7 +10,6 @@ of a frame = pts x time base - origin, exactly. Picture and sound share it.
 """
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
@@ -95,11 +94,6 @@ class VideoTrack:
             return self.packet[frames] + 1
         following = np.searchsorted(self.entry_packets, self.starts(frames), side="right")
         return np.append(self.entry_packets, len(self.sizes))[following]
-
-    def span(self, frames: Iterable[int]) -> tuple[int, int]:
-        """First and last + 1 packet that a decoder must run through to show all of `frames`, at least one."""
-        chosen = np.fromiter(frames, dtype=np.int64)
-        return int(self.starts(chosen).min()), int(self.stops(chosen).max())
 
     def stamp(self, packet: int) -> int | None:
         """The pts of a packet; None when it holds no frame."""

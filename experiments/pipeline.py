@@ -1,7 +1,7 @@
 """From sample numbers to planned and decoded steps: where data, encoders and plans meet."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -94,8 +94,6 @@ class Pipeline:
     tokenizer: Tokenizer
     shards: Samples
     planner: Planner
-    bins: int = field(default=80)
-    """Mel bands of the sound encoder."""
 
     @property
     def rules(self) -> Rules:
@@ -153,7 +151,7 @@ class Pipeline:
             for start in range(0, len(numbers), JOB_UNITS):
                 part = numbers[start : start + JOB_UNITS]
                 own = [sequence.units[unit] for unit in part]
-                mel = partial(log_mel_raw, bins=self.bins)
+                mel = partial(log_mel_raw, bins=self.config.model.audio.bins)
                 yield Job(
                     UnitJob(row, document, tuple(part)),
                     step.documents[row][document].sample.id,

@@ -20,6 +20,7 @@ from encoders import AudioWindows, ImagePatches, VideoPatches
 from encoders.mel import log_mel_raw, needed
 from mmcp.interleave import StampConfig
 from mmcp.sequence import HOP
+from tests.data_pipelines.clips import packets_of
 
 DATA = Path(__file__).parents[1] / "data"
 EACH = VideoPatches(patch=8, frames=1)
@@ -83,7 +84,7 @@ def test_groups_cover_the_clip_and_say_what_to_decode(track, frames, rate):
     for group in groups:
         assert group.start == int(track.pts[group.items[0]]) * track.time_base - Fraction(7, 3)
         low, high = group.decode
-        assert low in track.entry_packets and (low, high) == track.span(group.items)
+        assert low in track.entry_packets and (low, high) == packets_of(track, group.items)
         assert group.size == (frames, 32, 16) and group.native == (48, 64)
         assert group.num_tokens == rule.num_tokens(group.size) == 2
     assert all(before.end == after.start for before, after in pairwise(groups))
