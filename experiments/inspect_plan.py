@@ -85,6 +85,7 @@ def _planned(request: Request) -> tuple[Row, list[View]]:
     mesh = mesh_for(settings, settings.mesh.cp if request.ranks is None else request.ranks)
     find = run_row if request.is_run else find_row
     row = find(request.source, settings, sample=request.sample)
+    assert row.sequence is not None, "only a stored plan comes without its row"
     names = sorted(STRATEGIES) if request.compare else [request.strategy or settings.sharding.strategy]
     views = [plan_view(row.sequence, settings, mesh, name) for name in names]
     used = {"config": str(request.config_file), "mesh": f"ring={mesh.ring} x ulysses={mesh.ulysses}"}
