@@ -89,6 +89,8 @@ class _Worker:
         theirs.close()
 
     def call(self, function: Callable[..., Reply], args: tuple, deadline_s: float) -> Reply:
+        if self.process.poll() is not None and not self.stopped:
+            self._replace()  # it died between jobs, so this one is not to blame
         began = time.monotonic()
         try:
             self.connection.send((function, args))

@@ -24,7 +24,7 @@ from experiments.check_run import check
 from experiments.compare_runs import compare, tables, write_comparison
 from experiments.demo import prepare_data, write_data
 from experiments.train_video_lm import train, with_ranks
-from experiments.watch import Watch
+from experiments.watch import watch
 from mmcp.attention import AttentionConfig
 from mmcp.config import config, dump, load
 from mmcp.parallel.launch import launch
@@ -32,7 +32,7 @@ from mmcp.report.outcome import Outcome
 from mmcp.training import checkpoint
 from mmcp.training.run_folder import open_run_folder
 
-SMOKE_CLIPS = SyntheticConfig(train_clips=12, heldout_clips=6, train_text_documents=2, heldout_text_questions=6)
+SMOKE_CLIPS = SyntheticConfig(train_clips=6, heldout_clips=2, train_text_documents=1, heldout_text_questions=2)
 
 
 @config
@@ -52,7 +52,7 @@ class AblateConfig:
     steps: PositiveInt
     """Of each run; the same samples in the same order for all variants of a seed."""
     smoke: bool = False
-    """Four steps of two seeds on a few clips that are written for it, in FOLDER_smoke."""
+    """Two steps of two seeds on a few clips that are written for it, in FOLDER_smoke."""
 
     def __post_init__(self):
         for name, pattern in self.variants.items():
@@ -92,7 +92,7 @@ def smoke_settings(settings: AblateConfig) -> AblateConfig:
     folder = f"{settings.folder}_smoke"
     data = (f"data.train={folder}/data/train", f"data.held_out={folder}/data/heldout", "data.held_out_samples=8")
     changes = (*settings.changes, *data, "optim.warmup_steps=1")
-    return replace(settings, folder=folder, changes=changes, seeds=(0, 1), steps=4)
+    return replace(settings, folder=folder, changes=changes, seeds=(0, 1), steps=2)
 
 
 def run_config(settings: AblateConfig, base: RunConfig, variant: str, seed: int) -> RunConfig:
@@ -123,5 +123,5 @@ def run_once(settings: RunConfig) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         open_run_folder(folder, resume=False)
     if saved is None or checkpoint.read_state(saved)["step"] < settings.optim.total_steps:
-        launch(train, settings.mesh.world, settings, folder.resolve(), saved is not None, partial(Watch, folder=folder))
+        launch(train, settings.mesh.world, settings, folder.resolve(), saved is not None, partial(watch, folder=folder))
     evaluate.run(folder)

@@ -5,8 +5,8 @@ Resume:  mmcp train experiments/configs/demo.yaml --ranks 2 --resume      (also 
 Result:  the run folder: config.yaml, env.json, metrics.jsonl, plan.json, checkpoints/, report/
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from experiments.run_log import RunLog
 from experiments.runtime import run_runner
 from mmcp.config import as_values, dump, load
 from mmcp.parallel.launch import launch
-from mmcp.parallel.mesh import build_mesh, device_type_for, process_group
+from mmcp.parallel.mesh import Mesh, build_mesh, device_type_for, process_group
 from mmcp.parallel.stop import StopRequest
 from mmcp.report.run import write_run_report
 from mmcp.training import checkpoint
@@ -68,19 +68,36 @@ def with_ranks(settings: RunConfig, ranks: int | None) -> RunConfig:
     return replace(settings, mesh=replace(mesh, ulysses=ranks // others))
 
 
-def unwatched(_: StepRunner) -> OnStep:
+@contextmanager
+def unwatched(_: StepRunner) -> Iterator[OnStep]:
     """Look at nothing."""
-    return lambda metrics, loaded: None
+    yield lambda metrics, loaded: None
 
 
-def train(settings: RunConfig, folder: Path, resume: bool, watch: Callable[[StepRunner], OnStep] = unwatched) -> None:
-    """Train on this rank.
+def train(
+    settings: RunConfig,
+    folder: Path,
+    resume: bool,
+    watch: Callable[[StepRunner], AbstractContextManager[OnStep]] = unwatched,
+) -> None:
+    """Train on this rank, from joining the others to leaving them.
 
-    watch: gets the runner before the first step; what it returns is called after each, once the step is logged
+    watch: entered with the runner before the first step; what it gives is called after each, once that is logged
     """
+    with process_group(device_type_for(settings.parameter_dtype)) as device:
+        train_on(build_mesh(settings.mesh, device=device), settings, folder, resume=resume, watch=watch)
+
+
+def train_on(
+    mesh: Mesh,
+    settings: RunConfig,
+    folder: Path,
+    *,
+    resume: bool,
+    watch: Callable[[StepRunner], AbstractContextManager[OnStep]] = unwatched,
+) -> None:
+    """Train on this rank of the mesh."""
     with ExitStack() as stack:
-        device = stack.enter_context(process_group(device_type_for(settings.parameter_dtype)))
-        mesh = build_mesh(settings.mesh, device=device)
         stop = stack.enter_context(StopRequest())
         tokenizer = settings.tokenizer.build()
         runner = run_runner(settings, mesh, vocabulary=tokenizer.vocab_size)
@@ -104,7 +121,7 @@ def train(settings: RunConfig, folder: Path, resume: bool, watch: Callable[[Step
             optim=settings.optim,
             settings=settings.train,
             counters=counters,
-            on_step=(log.step, watch(runner)),
+            on_step=(log.step, stack.enter_context(watch(runner))),
             save=lambda done: save(settings, folder, runner, optimizer, done, counters, num_samples=len(shards)),
             held_out_loss=lambda: held_out_loss(pipeline, runner, pool),
             stop_requested=stop.is_set,

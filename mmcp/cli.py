@@ -161,6 +161,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 def _verify(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
+    parser.add_argument("--synthetic", action="store_true", help="draw rows and media instead of reading data.train")
     _add_ranks(parser)
     _add_json(parser)
 
