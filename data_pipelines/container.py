@@ -10,14 +10,14 @@ of a frame = pts x time base - origin, exactly. Picture and sound share it.
 """
 
 import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
+from typing import Any
 
 import numpy as np
 
-SAMPLE_RATE = 16000  # sound is given to models at this rate; sample n is at time n / SAMPLE_RATE
+from mmcp.sequence import SAMPLE_RATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +95,6 @@ class VideoTrack:
         following = np.searchsorted(self.entry_packets, self.starts(frames), side="right")
         return np.append(self.entry_packets, len(self.sizes))[following]
 
-    def span(self, frames: Iterable[int]) -> tuple[int, int]:
-        """First and last + 1 packet that a decoder must run through to show all of `frames`, at least one."""
-        chosen = np.fromiter(frames, dtype=np.int64)
-        return int(self.starts(chosen).min()), int(self.stops(chosen).max())
-
     def stamp(self, packet: int) -> int | None:
         """The pts of a packet; None when it holds no frame."""
         frame = np.flatnonzero(self.packet == packet)
@@ -173,12 +168,8 @@ class ClipIndex:
 
     def frame_time(self, frame: int) -> Fraction:
         """Seconds on the clip's clock at which frame number `frame` is shown."""
+        assert self.video is not None, "a file without pictures has no frames"
         return int(self.video.pts[frame]) * self.video.time_base - self.origin
-
-    def frames_at(self, times: Sequence[Fraction]) -> np.ndarray:
-        """[times] int64: the frame a player shows at each time, the last with pts <= time; before it the first."""
-        ticks = np.array([floor((time + self.origin) / self.video.time_base) for time in times], dtype=np.int64)
-        return np.maximum(np.searchsorted(self.video.pts, ticks, side="right") - 1, 0)
 
     @property
     def video_end(self) -> Fraction:
@@ -240,7 +231,7 @@ def _fields(record: StreamInfo | VideoTrack | AudioTrack) -> dict:
     return {name: _to_value(getattr(record, name)) for name in record.__dataclass_fields__}
 
 
-def _values(kind: type, data: dict) -> dict:
+def _values(kind: type[StreamInfo | VideoTrack | AudioTrack], data: dict) -> dict:
     """The fields of a record of `kind` from JSON values."""
     return {name: _from_value(field.type, data[name]) for name, field in kind.__dataclass_fields__.items()}
 
@@ -253,7 +244,7 @@ def _to_value(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _from_value(kind: object, value: object) -> object:
+def _from_value(kind: object, value: Any) -> object:
     if kind is np.ndarray:
         return _expand(value)
     if kind is Fraction:

@@ -114,7 +114,7 @@ class _Worker:
     def _array(self, *, shape: list[int], dtype: str) -> np.ndarray:
         array = np.empty(shape, dtype=dtype)
         if array.nbytes:
-            self.connection.recv_bytes_into(memoryview(array).cast("B"))
+            self.connection.recv_bytes_into(array.data.cast("B"))
         return array
 
     def _replace(self) -> None:

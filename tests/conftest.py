@@ -1,12 +1,17 @@
-"""Fixtures for every test, made once a session: a standing pool of rank processes, and tiny prepared shards."""
+"""For every test: draws that are the same in each run; once a session, standing rank processes and tiny shards."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.distributed import RankPool
-from tests.training.tiny_run import write_shards
+
+settings.register_profile(
+    "fixed", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("fixed")
 
 
 @pytest.fixture(scope="session")
@@ -19,4 +24,6 @@ def rank_pool() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def tiny_shards(tmp_path_factory) -> Path:
     """Ten prepared samples of every kind of media."""
+    from tests.training.tiny_run import write_shards  # imports torch, which most tests of this folder do without
+
     return write_shards(tmp_path_factory.mktemp("tiny"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipelines.container import AudioTrack, ClipIndex, VideoTrack
@@ -17,8 +17,10 @@ from data_pipelines.demux import read_index
 from data_pipelines.sound import decode_audio
 from data_pipelines.units import frame_groups, image_unit, sampled_frames, sound_windows
 from encoders import AudioWindows, ImagePatches, VideoPatches
-from encoders.mel import HOP, log_mel_raw, needed
+from encoders.mel import log_mel_raw, needed
 from mmcp.interleave import StampConfig
+from mmcp.sequence import HOP
+from tests.data_pipelines.clips import packets_of
 
 DATA = Path(__file__).parents[1] / "data"
 EACH = VideoPatches(patch=8, frames=1)
@@ -59,7 +61,6 @@ def sound_track(samples, *, rate=16000, start=Fraction(0), per_packet=1024):
     )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(video_tracks(), st.fractions(min_value="0.1", max_value=100, max_denominator=50))
 def test_frames_are_those_a_player_shows(track, rate):
     times, k = [], 0
@@ -71,7 +72,6 @@ def test_frames_are_those_a_player_shows(track, rate):
     assert sampled_frames(track, rate).tolist() == shown
 
 
-@settings(deadline=None)
 @given(video_tracks(), st.integers(1, 3), st.fractions(min_value=1, max_value=100, max_denominator=9))
 def test_groups_cover_the_clip_and_say_what_to_decode(track, frames, rate):
     index = clip(video=track, origin=Fraction(7, 3))
@@ -84,14 +84,13 @@ def test_groups_cover_the_clip_and_say_what_to_decode(track, frames, rate):
     for group in groups:
         assert group.start == int(track.pts[group.items[0]]) * track.time_base - Fraction(7, 3)
         low, high = group.decode
-        assert low in track.entry_packets and (low, high) == track.span(group.items)
+        assert low in track.entry_packets and (low, high) == packets_of(track, group.items)
         assert group.size == (frames, 32, 16) and group.native == (48, 64)
         assert group.num_tokens == rule.num_tokens(group.size) == 2
     assert all(before.end == after.start for before, after in pairwise(groups))
     assert groups[-1].end == index.video_end
 
 
-@settings(deadline=None)
 @given(st.integers(0, 60000), st.integers(-9, 9), st.integers(1, 6), st.integers(1, 4))
 def test_windows_cover_the_sound_once(samples, start, rows, length):
     rule = AudioWindows(window=rows * length * 4, frames_per_row=4 * length)
@@ -111,7 +110,6 @@ def test_windows_cover_the_sound_once(samples, start, rows, length):
         assert window.num_tokens == rule.num_tokens(window.size) and (window.items[0] - begin) % HOP == 0
 
 
-@settings(deadline=None)
 @given(st.integers(200, 9000), st.sampled_from([8000, 16000, 44100]), st.integers(1, 2000))
 def test_windows_name_the_packets_that_hold_them(samples, rate, per_packet):
     track = sound_track(samples, rate=rate, per_packet=per_packet)

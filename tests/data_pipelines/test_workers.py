@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -64,7 +65,7 @@ def test_a_worker_that_dies_between_jobs_costs_none(pool):
 
 def test_workers_do_not_import_torch(pool):
     pool.submit(worker_jobs.squares, 1).result()
-    maps = [open(f"/proc/{pid}/maps").read() for pid in pool.pids()]
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pool.pids()]
     assert not any("libtorch" in text for text in maps)
 
 
