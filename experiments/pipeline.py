@@ -109,8 +109,10 @@ class Pipeline:
             raise ValueError(f"sample '{sample.id}': {error}") from None
         if not len(sequence.label_positions):
             raise ValueError(f"sample '{sample.id}' has no answer to train on; add an assistant's turn")
-        notes = (*report.budget.reduced, *(f"{name}: no sound" for name in report.without_sound))
-        return Document(sample, media, sequence, notes)
+        notes = [*report.budget.reduced, *(f"{name}: no sound" for name in report.without_sound)]
+        if report.repeated_stamps:
+            notes.append(f"{report.repeated_stamps} frame groups are stamped with the same time as the one before")
+        return Document(sample, media, sequence, tuple(notes))
 
     def plan(self, numbers: Sequence[int]) -> PlannedStep:
         """Lay out, pack and plan the samples of one step, in this order."""
@@ -183,6 +185,12 @@ def collect(loaded: Loaded[PlannedStep]) -> LoadedStep:
         decode_s=seconds,
         waited_s=loaded.waited_s,
         frames_decoded=frames,
+        reduced=tuple(
+            f"sample '{document.sample.id}': {'; '.join(document.notes)}"
+            for row in loaded.payload.documents
+            for document in row
+            if document.notes
+        ),
     )
 
 

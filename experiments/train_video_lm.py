@@ -31,7 +31,12 @@ from mmcp.training.run_folder import open_run_folder, write_setup
 from mmcp.training.step import StepRunner
 from mmcp.training.train import Counters, OnStep, Trainer
 
-RESUMABLE = ("folder", "mesh", "train", "data.workers", "data.prefetch", "data.deadline_s")
+RESUMABLE = (
+    "folder",
+    "mesh",
+    "train",
+    *(f"data.{name}" for name in ("held_out", "held_out_samples", "workers", "prefetch", "deadline_s")),
+)
 """What may differ when a run is resumed: nothing that changes the samples, the model or the updates."""
 
 
