@@ -88,7 +88,10 @@ def read_text(text: str) -> Source:
 
 
 def set_value(source: Source, assignment: str) -> None:
-    """Apply one `section.key=value`; the value is YAML, lists are indexed by number. Raises ValueError."""
+    """Apply one `section.key=value`; the value is YAML, and no value is the empty text; lists are indexed by number.
+
+    Raises ValueError.
+    """
     key, equals, text = assignment.partition("=")
     path = tuple(int(part) if part.isdecimal() else part for part in key.strip().split("."))
     if not equals or "" in path or not isinstance(path[0], str):
@@ -100,8 +103,8 @@ def set_value(source: Source, assignment: str) -> None:
     parent = _parent(source.values, path, assignment)
     source.written = {known: how for known, how in source.written.items() if known[: len(path)] != path}
     if node is None:
-        source.written[path] = Written("", "override")
-        parent[path[-1]] = None
+        source.written[path] = Written("", "override", quoted=True)
+        parent[path[-1]] = ""
     else:
         parent[path[-1]] = _build(node, path, source, "override", ())
 

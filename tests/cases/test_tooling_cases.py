@@ -109,9 +109,8 @@ def test_b67_numbers_keep_their_meaning_through_the_command_line(mmcp):
         code, output, error = mmcp("train", DEMO, "--dry-run", data, "folder=none", *ALONE, f"optim.{key}={written}")
         assert code == 0 and f"\n  {key}: {shown}\n" in output, error
     wrong = (
-        "train.strict=yes",
         "train.strict=off",
-        "optim.total_steps=010",
+        "optim.warmup_steps=010",
         "optim.total_steps=1:30",
         "seed=2024-01-02",
     )
@@ -128,7 +127,7 @@ B69 = {
     "one": ("my data [v1]/shard-001.tar", 1),
     "no match": ("my data [v1]/nothing-*.tar", "pattern 'my data [v1]/nothing-*.tar' matches no file"),
     "explosion": ("{0..9}" * 6, f"pattern '{'{0..9}' * 6}' stands for 1000000 names"),
-    "more than there is": ("my*/shard-{000..002}.tar", "names 'my*/shard-002.tar', which is not there"),
+    "more than there is": ("my*/shard-{000..002}.tar", "pattern 'my*/shard-{000..002}.tar' names 'my*/shard-002.tar'"),
 }
 
 
@@ -311,7 +310,7 @@ def test_b09_training_skips_broken_clips_and_names_them(tmp_path):
     end = ended.stderr[ended.stderr.index("samples came up") :]
     for name in BROKEN:
         assert f"key '{name[:-4]}'" in end or f"sample '{name[:-4]}'" in end, end
-    assert "damaged" in ended.stderr
+    assert "sample 'bitflips'" in end and "cannot be decoded" in end
 
 
 def test_b09_strict_training_stops_and_names_the_clip_once(tmp_path):
