@@ -76,11 +76,12 @@ def test_commands_can_be_read():
 
 
 def test_its_manifest_can_be_read(tmp_path):
-    from data_pipelines.manifest import Sample, read_manifest
+    from data_pipelines.manifest import Sample, parse_line, read_lines
 
     (tmp_path / "clip.mp4").touch()
-    (tmp_path / "manifest.jsonl").write_text(blocks("json")[0])
-    samples = list(read_manifest(tmp_path / "manifest.jsonl"))
+    manifest = tmp_path / "manifest.jsonl"
+    manifest.write_text(blocks("json")[0])
+    samples = [parse_line(line, manifest=str(manifest), row=row) for row, line in read_lines(manifest)]
     assert [isinstance(sample, Sample) and len(sample.turns) for sample in samples] == [2, 2]
 
 
