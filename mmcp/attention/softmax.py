@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmcp.attention.base import ATTENTION, Attention, HeadShare, HeadTensor, RowInfo
+from mmcp.attention.base import ATTENTION, Attention, HeadShare, HeadTensor, RowInfo, check_chunks
 from mmcp.attention.flash_cpu import tiled_attention
 from mmcp.attention.gpu import gpu_attention
 from mmcp.attention.tiles import tile
@@ -32,9 +32,14 @@ class SoftmaxConfig:
     """Turn queries and keys by their positions."""
     output_gate: bool = False
     """Multiply the output by sigmoid(gate(x)), as in Qwen3-Next."""
+    mode: Literal["ulysses", "ring", "allgather"] = "ulysses"
+    """Over several ranks: trade tokens for heads, or pass keys and values along the ring axis, or gather them there."""
+    chunks: int = 1
+    """Mode `ulysses`: groups of heads whose exchange runs under the attention of another group."""
 
     def __post_init__(self):
         Mask.causal([]).with_window(self.window, self.sink)
+        check_chunks(self.mode, self.chunks)
 
     @property
     def layout(self) -> Literal["any", "contiguous"]:
