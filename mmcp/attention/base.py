@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mmcp.attention.tiles import Tiling
 from mmcp.masks import Mask
 from mmcp.registry import Registry
 from mmcp.sharding.plan import ShardPlan
@@ -107,22 +107,19 @@ class Attention(nn.Module, ABC):
 
 
 class SoftmaxAttention(Attention):
-    """A variant whose answer is a weighted mean of values: answers to parts of the keys merge by log-sum-exp.
-
-    Its tensors are q, k and v; the others that it may declare are per query head and enter after the merge.
-    """
+    """A variant of q, k and v whose answer is a weighted mean of values: answers to some keys merge by log-sum-exp."""
 
     @abstractmethod
     def visible(self, mask: Mask) -> Mask:
         """Narrow the row's mask to what this variant lets a query read."""
 
     @abstractmethod
-    def partial(self, q: Tensor, k: Tensor, v: Tensor, slices: np.ndarray, heads: HeadShare) -> tuple[Tensor, Tensor]:
+    def partial(self, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, heads: HeadShare) -> tuple[Tensor, Tensor]:
         """Attend to the keys that are here, outside autograd.
 
-        q: [sq, h, d]  k, v: [sk, k, d]   any tokens of the row, of the heads present
-        slices: [slices, 6] int64, as `Mask.slices`, counting rows of q and of k
-        returns out [sq, h, d] and lse [sq, h], both in float32 or wider; 0 and -inf where a query reads no key here
+        q: [sq, h, d]  k, v: [sk, k, d]   any tokens of the row, of the heads present; tiles count their rows
+        returns out [sq, h, d], in the inputs' type or wider, and lse [sq, h], in float32 or wider; 0 and -inf where a
+        query reads no key here
         """
 
     @abstractmethod
@@ -134,12 +131,12 @@ class SoftmaxAttention(Attention):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        slices: np.ndarray,
+        tiling: Tiling,
         heads: HeadShare,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the share of these keys in the gradients of q, k and v, in float32 or wider.
+        """Return the share of these keys in the gradients of q, k and v, in the inputs' type or wider.
 
-        grad, out: [sq, h, d]  lse: [sq, h]   of the answer merged over all keys
+        grad, out: [sq, h, d], in the inputs' type  lse: [sq, h]   of the answer merged over all keys
         """
 
 
