@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmcp.attention.base import ATTENTION, Attention, HeadShare, HeadTensor, RowInfo
+from mmcp.attention.base import ATTENTION, Attention, HeadShare, HeadTensor, RowInfo, check_chunks
 from mmcp.attention.chunks import decayed_attention, groups_of
 from mmcp.config import config
 from mmcp.masks import Mask
@@ -45,6 +45,10 @@ class LinearConfig:
     """Turn queries and keys by their positions."""
     output_gate: bool = True
     """Multiply the output by sigmoid(gate(x))."""
+    mode: Literal["ulysses", "state"] = "ulysses"
+    """Over several ranks: trade tokens for heads, or pass the state along the ring axis."""
+    chunks: int = 1
+    """Mode `ulysses`: groups of heads whose exchange runs under the attention of another group."""
 
     def __post_init__(self):
         if not 1 < self.shortest_memory <= self.longest_memory:
@@ -54,6 +58,7 @@ class LinearConfig:
             )
         if self.chunk < 1:
             raise ValueError(f"chunk={self.chunk} tokens; use at least 1, 64 is a good size")
+        check_chunks(self.mode, self.chunks)
 
     @property
     def layout(self) -> Literal["any", "contiguous"]:

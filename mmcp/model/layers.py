@@ -103,7 +103,8 @@ class AttentionLayer(nn.Module):
         )
         self.norm = nn.ModuleDict({name: RMSNorm(head_dim, norm_eps) for name in "qk"} if qk_norm else {})
         self.rotary = variant.rotary
-        self.attention: nn.Module = LocalAttention(core, split_heads(heads, kv_heads, 1)[0])
+        share = split_heads(heads, kv_heads, 1)[0]
+        self.attention: nn.Module = LocalAttention(core, share, mode=variant.mode, chunks=variant.chunks)
         self.gate = nn.Linear(width, heads * core.out_dim, bias=False) if variant.output_gate else None
         self.out = nn.Linear(heads * core.out_dim, width, bias=False)
 
