@@ -65,7 +65,7 @@ class LinearConfig:
         """Which tokens a rank may hold: state is passed along ranges in order."""
         return "contiguous"
 
-    def build(self, *, heads: int, head_dim: int) -> "Linear":
+    def build(self, *, heads: int, kv_heads: int, head_dim: int) -> "Linear":
         """Make the core; `heads` query heads in the whole layer, of `head_dim`."""
         return Linear(self, heads=heads, head_dim=head_dim)
 

@@ -46,7 +46,7 @@ class SoftmaxConfig:
         """Which tokens a rank may hold."""
         return "any"
 
-    def build(self, *, heads: int, head_dim: int) -> "Softmax":
+    def build(self, *, heads: int, kv_heads: int, head_dim: int) -> "Softmax":
         """Make the core; `heads` query heads in the whole layer, of `head_dim`."""
         return Softmax(self, head_dim=head_dim)
 

@@ -95,7 +95,7 @@ class AttentionLayer(nn.Module):
         norm_eps: float,
     ):
         super().__init__()
-        core = variant.build(heads=heads, head_dim=head_dim)
+        core = variant.build(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
         count = {"query": heads, "kv": kv_heads}
         self.tensors: tuple[HeadTensor, ...] = core.tensors
         self.project = nn.ModuleDict(
