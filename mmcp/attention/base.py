@@ -178,8 +178,9 @@ class RecurrentAttention(Attention):
 
     def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
         """Attend to the whole row, as one run."""
-        first = inputs[self.tensors[0].name]
-        runs = ((0, len(first)),) if len(first) else ()
+        first, s = inputs[self.tensors[0].name], info.mask.num_tokens
+        assert len(first) == s, f"{len(first)} tokens in a row of {s}"
+        runs = ((0, s),) if s else ()
         states = first.new_zeros(
             (len(runs), len(heads.query_heads), *self.state_dim), dtype=torch.promote_types(first.dtype, torch.float32)
         )
