@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmcp.attention.base import ATTENTION, Attention, HeadShare, HeadTensor, RowInfo, check_chunks
-from mmcp.attention.chunks import decayed_attention, groups_of
+from mmcp.attention.base import ATTENTION, HeadShare, HeadTensor, RecurrentAttention, RowInfo, check_chunks
+from mmcp.attention.chunks import Group, decayed_attention, decayed_state, groups_of, run_decay
 from mmcp.config import config
 from mmcp.masks import Mask
+from mmcp.sharding.ranges import Ranges, size
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
@@ -96,7 +97,7 @@ class LinearConfig:
         return 1 - torch.exp(-torch.linspace(shortest, longest, num_heads, dtype=torch.float64))
 
 
-class Linear(Attention):
+class Linear(RecurrentAttention):
     """Decayed linear attention; documents start with an empty state."""
 
     def __init__(self, settings: LinearConfig, *, heads: int, head_dim: int):
@@ -106,19 +107,52 @@ class Linear(Attention):
             HeadTensor(name, owner, head_dim) for name, owner in (("q", "query"), ("k", "kv"), ("v", "kv"))
         )
         self.out_dim = head_dim
+        self.state_dim, self.transition_dim = (head_dim, head_dim), ()
 
-    def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
-        """q: [s, h, d]  k, v: [s, k, d]  ->  [s, h, d]."""
+    def summarise(
+        self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, runs: Ranges
+    ) -> tuple[Tensor, Tensor]:
+        """k, v: [n, k, d]  ->  what is left of the state before [runs, h], what is added to it [runs, h, d, d]."""
+        k, v = inputs["k"], inputs["v"]
+        log_decay = self._log_decay(heads, k.device)
+        state = decayed_state(
+            FEATURE_MAPS[self.settings.feature_map](k),
+            v,
+            log_decay=log_decay,
+            kv_of_query=heads.kv_of_query,
+            runs=self._groups(info, runs, k),
+        )
+        return run_decay(info.mask, runs, log_decay).to(state.dtype), state
+
+    def finish(
+        self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, runs: Ranges, states: Tensor
+    ) -> Tensor:
+        """q: [n, h, d]  k, v: [n, k, d]  states: [runs, h, d, d]  ->  [n, h, d]."""
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
-        assert len(q) == info.mask.num_tokens, f"{len(q)} tokens in a row of {info.mask.num_tokens}"
-        _check_causal(info.mask)
-        key = ("chunks", self.settings.chunk)
-        if key not in info.memo:
-            info.memo[key] = groups_of(info.mask, self.settings.chunk, q.device)
         feature = FEATURE_MAPS[self.settings.feature_map]
-        log_decay = self.settings.decays(self.num_heads)[list(heads.query_heads)].log().to(q.device)
-        out = decayed_attention(feature(q), feature(k), v, log_decay, heads.kv_of_query, info.memo[key])
+        out = decayed_attention(
+            feature(q),
+            feature(k),
+            v,
+            states,
+            log_decay=self._log_decay(heads, q.device),
+            kv_of_query=heads.kv_of_query,
+            runs=self._groups(info, runs, q),
+        )
         return F.rms_norm(out, out.shape[-1:], eps=self.settings.norm_eps).to(q.dtype)
+
+    def _log_decay(self, heads: HeadShare, device: torch.device) -> Tensor:
+        """[h] float64: ln g of the query heads present."""
+        return self.settings.decays(self.num_heads)[list(heads.query_heads)].log().to(device)
+
+    def _groups(self, info: RowInfo, runs: Ranges, tokens: Tensor) -> tuple[tuple[Group, ...], ...]:
+        """Return the chunks of the runs whose tokens are here; layers of one chunk size share them."""
+        assert len(tokens) == size(runs), f"{len(tokens)} tokens in runs of {size(runs)}"
+        _check_causal(info.mask)
+        key = ("chunks", self.settings.chunk, runs)
+        if key not in info.memo:
+            info.memo[key] = groups_of(info.mask, self.settings.chunk, tokens.device, runs)
+        return info.memo[key]
 
     def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
         """Run `reference` with this layer's decays."""
