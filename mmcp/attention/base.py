@@ -242,8 +242,16 @@ class Variant(Protocol):
         """Whether queries and keys are turned by their positions before the core sees them."""
 
     @property
+    def qk_norm(self) -> bool:
+        """Whether the layer may norm queries and keys per head, where the backbone asks for it."""
+
+    @property
     def output_gate(self) -> bool:
-        """Whether the layer multiplies the output by sigmoid(gate(x))."""
+        """Whether the layer multiplies the output by a gate, activation(projection(x))."""
+
+    @property
+    def gate_activation(self) -> Literal["sigmoid", "silu"]:
+        """What the projection passes through to be that gate."""
 
     @property
     def mode(self) -> str:

@@ -42,6 +42,16 @@ class SoftmaxConfig:
         check_chunks(self.mode, self.chunks)
 
     @property
+    def qk_norm(self) -> bool:
+        """Whether the backbone may norm queries and keys."""
+        return True
+
+    @property
+    def gate_activation(self) -> Literal["sigmoid", "silu"]:
+        """What the output gate passes through."""
+        return "sigmoid"
+
+    @property
     def layout(self) -> Literal["any", "contiguous"]:
         """Which tokens a rank may hold."""
         return "any"
