@@ -60,6 +60,17 @@ def split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> tuple[HeadShar
     return tuple(shares)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """Heads of one layer and their size."""
+
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key-value heads, a divisor."""
+    head_dim: int
+
+
 @dataclass(frozen=True)
 class HeadTensor:
     """One tensor a variant takes: [s, heads, dim], with as many heads as `heads` says."""
@@ -264,6 +275,9 @@ class Variant(Protocol):
     @property
     def layout(self) -> Literal["any", "contiguous"]:
         """Tokens a rank may hold when the sequence stays split; under Ulysses any layout will do."""
+
+    def shape(self, backbone: HeadShape) -> HeadShape:
+        """Say which heads a layer has, given those of the backbone: the same unless the variant has its own."""
 
     def build(self, *, heads: int, kv_heads: int, head_dim: int) -> Attention:
         """Make the core of a layer with `heads` query heads and `kv_heads` key-value heads in all."""

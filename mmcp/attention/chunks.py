@@ -26,8 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmcp.attention.base import RowInfo
+from mmcp.attention.fla import Sequences, cut_sequences, fla_decayed, uses_fla
 from mmcp.masks import Mask
 from mmcp.sharding.ranges import Ranges
+from mmcp.sharding.ranges import size as num_tokens
 
 GROUP_TOKENS = 1024
 
@@ -54,6 +57,31 @@ class Group:
     """[m, c] bool: tokens that read the state before their chunk."""
     lives_on: Tensor
     """[m] bool: whether the state before the chunk is still part of the one after it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Runs of tokens, cut for the code that works on them."""
+
+    groups: tuple[tuple[Group, ...], ...]
+    """Per run its groups of chunks; none where flash-linear-attention does the work."""
+    sequences: Sequences | None
+    """What that library's kernels take, where they are used."""
+
+
+def runs_of(info: RowInfo, runs: Ranges, size: int, tokens: Tensor) -> Runs:
+    """Cut the runs that `tokens` [n, ...] belong to into chunks of `size`; layers of one chunk size share the result.
+
+    Raises ValueError for a mask under which some tokens attend both ways, which no recurrence can follow.
+    """
+    assert len(tokens) == num_tokens(runs), f"{len(tokens)} tokens in runs of {num_tokens(runs)}"
+    check_causal(info.mask)
+    on_gpu = uses_fla(tokens)
+    key = ("chunks", size, runs, on_gpu)
+    if key not in info.memo:
+        groups = () if on_gpu else groups_of(info.mask, size, tokens.device, runs)
+        info.memo[key] = Runs(groups, cut_sequences(info.mask, runs, tokens.device) if on_gpu else None)
+    return info.memo[key]
 
 
 def groups_of(mask: Mask, size: int, device: torch.device, runs: Ranges) -> tuple[tuple[Group, ...], ...]:
@@ -108,18 +136,20 @@ def decayed_attention(
     *,
     log_decay: Tensor,
     kv_of_query: Sequence[int],
-    runs: tuple[tuple[Group, ...], ...],
+    runs: Runs,
 ) -> Tensor:
     """Run the recurrence above with q scaled by 1/sqrt(d), with gradients.
 
-    q: [n, h, d]  k, v: [n, k, d]   tokens of all runs
-    states: [runs, h, d, d]  before each run, in float32 or the inputs' type, whichever is wider
+    q: [n, h, d_k]  k: [n, k, d_k]  v: [n, k, d_v]   tokens of all runs
+    states: [runs, h, d_k, d_v]  before each run, in float32 or the inputs' type, whichever is wider
     log_decay: [h] float64, ln g of each query head, at most 0
-    returns [n, h, d], in the type of the states
+    returns [n, h, d_v], in the type of the states
     Keeps q, k, v and the state before each group for backward.
     """
     index = torch.tensor(kv_of_query, device=q.device)
-    return _DecayedAttention.apply(q, k, v, states, log_decay, index, runs)
+    if runs.sequences is not None:
+        return fla_decayed(q, k[:, index], v[:, index], states, log_decay=log_decay, sequences=runs.sequences)[0]
+    return _DecayedAttention.apply(q, k, v, states, log_decay, index, runs.groups)
 
 
 def decayed_state(
@@ -128,13 +158,19 @@ def decayed_state(
     *,
     log_decay: Tensor,
     kv_of_query: Sequence[int],
-    runs: tuple[tuple[Group, ...], ...],
+    runs: Runs,
 ) -> Tensor:
-    """Return the state after each run when the state before it is 0, with gradients: [runs, h, d, d].
+    """Return the state after each run when the state before it is 0, with gradients: [runs, h, d_k, d_v].
 
-    k, v: [n, k, d]   tokens of all runs
+    k: [n, k, d_k]  v: [n, k, d_v]   tokens of all runs
     """
-    return _DecayedState.apply(k, v, log_decay, torch.tensor(kv_of_query, device=k.device), runs)
+    index = torch.tensor(kv_of_query, device=k.device)
+    if runs.sequences is not None:
+        wide = torch.promote_types(k.dtype, torch.float32)
+        states = k.new_zeros((len(runs.sequences.first), len(index), k.shape[-1], v.shape[-1]), dtype=wide)
+        keys = k[:, index]
+        return fla_decayed(keys, keys, v[:, index], states, log_decay=log_decay, sequences=runs.sequences)[1]
+    return _DecayedState.apply(k, v, log_decay, index, runs.groups)
 
 
 def run_decay(mask: Mask, runs: Ranges, log_decay: Tensor) -> Tensor:
@@ -174,11 +210,11 @@ class _Factors:
 class _DecayedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, states: Tensor, *settings: Any) -> Tensor:
-        log_decay, index, runs = settings
-        out = torch.empty(q.shape, dtype=states.dtype, device=q.device)
-        before = states.new_empty((sum(map(len, runs)), *states.shape[1:]))
+        log_decay, index, groups_of_run = settings
+        out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=states.dtype, device=q.device)
+        before = states.new_empty((sum(map(len, groups_of_run)), *states.shape[1:]))
         number = 0
-        for state, groups in zip(states, runs, strict=True):
+        for state, groups in zip(states, groups_of_run, strict=True):
             for group in groups:
                 before[number] = state
                 chunks = _chunk(q, group), _chunk(k, group, index), _chunk(v, group, index)
@@ -187,16 +223,16 @@ class _DecayedAttention(torch.autograd.Function):
                 out[group.start : group.stop] = _unchunk(result, group)
                 number += 1
         ctx.save_for_backward(q, k, v, log_decay, index, before)
-        ctx.runs = runs
+        ctx.groups_of_run = groups_of_run
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, index, before = ctx.saved_tensors
         grads = [torch.zeros(x.shape, dtype=before.dtype, device=x.device) for x in (q, k, v)]
-        grad_states = before.new_zeros((len(ctx.runs), *before.shape[1:]))
+        grad_states = before.new_zeros((len(ctx.groups_of_run), *before.shape[1:]))
         number = len(before)
-        for run, groups in reversed(list(enumerate(ctx.runs))):
+        for run, groups in reversed(list(enumerate(ctx.groups_of_run))):
             for group in reversed(groups):
                 number -= 1
                 chunks = _chunk(grad, group), _chunk(q, group), _chunk(k, group, index), _chunk(v, group, index)
@@ -206,29 +242,29 @@ class _DecayedAttention(torch.autograd.Function):
                 grads[0][rows] = _unchunk(parts[0], group)
                 for total, part in zip(grads[1:], parts[1:], strict=True):
                     total[rows].index_add_(1, index, _unchunk(part, group))
-        return *(x.to(q.dtype) for x in grads), grad_states, None, None, None
+        return *(total.to(x.dtype) for total, x in zip(grads, (q, k, v), strict=True)), grad_states, None, None, None
 
 
 class _DecayedState(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
-        log_decay, index, runs = settings
+        log_decay, index, groups_of_run = settings
         wide = torch.promote_types(k.dtype, torch.float32)
-        states = torch.zeros((len(runs), len(index), k.shape[-1], v.shape[-1]), dtype=wide, device=k.device)
-        for run, groups in enumerate(runs):
+        states = torch.zeros((len(groups_of_run), len(index), k.shape[-1], v.shape[-1]), dtype=wide, device=k.device)
+        for run, groups in enumerate(groups_of_run):
             for group in groups:
                 keys, values = _chunk(k, group, index), _chunk(v, group, index)
                 factors = _Factors.of(log_decay, group, k.shape[-1], wide)
                 _, states[run] = _states_before((keys * factors.add).mT @ values, states[run], factors.carry)
         ctx.save_for_backward(k, v, log_decay, index)
-        ctx.runs = runs
+        ctx.groups_of_run = groups_of_run
         return states
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         k, v, log_decay, index = ctx.saved_tensors
         grads = [torch.zeros(x.shape, dtype=grad.dtype, device=x.device) for x in (k, v)]
-        for grad_state, groups in zip(grad, ctx.runs, strict=True):
+        for grad_state, groups in zip(grad, ctx.groups_of_run, strict=True):
             for group in reversed(groups):
                 keys, values = _chunk(k, group, index), _chunk(v, group, index)
                 factors = _Factors.of(log_decay, group, k.shape[-1], grad.dtype)
@@ -237,11 +273,11 @@ class _DecayedState(torch.autograd.Function):
                 rows = slice(group.start, group.stop)
                 grads[0][rows].index_add_(1, index, _unchunk(values @ grad_added.mT * factors.add, group))
                 grads[1][rows].index_add_(1, index, _unchunk((keys * factors.add) @ grad_added, group))
-        return *(x.to(k.dtype) for x in grads), None, None, None
+        return *(total.to(x.dtype) for total, x in zip(grads, (k, v), strict=True)), None, None, None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, state: Tensor, factors: _Factors, group: Group) -> tuple[Tensor, Tensor]:
-    """q, k, v: [h, m, c, d]  state: [h, d, d] before the group -> output [h, m, c, d], state after it."""
+    """q, k: [h, m, c, d_k]  v: [h, m, c, d_v]  state: [h, d_k, d_v] before the group -> output, state after it."""
     out = _decay_(q @ k.mT, factors, group) @ v
     states, state = _states_before((k * factors.add).mT @ v, state, factors.carry)
     out += (q * factors.read) @ states
@@ -260,7 +296,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and of the state before the group.
 
-    grad, q, k, v: [h, m, c, d]  state: [h, d, d] before the group  grad_state: [h, d, d] of the state after it
+    q, k: [h, m, c, d_k]  grad, v: [h, m, c, d_v]  state, grad_state: [h, d_k, d_v] before the group, after it
     """
     added_keys, reading = k * factors.add, q * factors.read
     states, _ = _states_before(added_keys.mT @ v, state, factors.carry)
@@ -274,7 +310,7 @@ def _attend_backward(
 
 
 def _states_before(added: Tensor, state: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
-    """Compose chunks in order: added [h, m, d, d], state [h, d, d] -> state before each, state after the last."""
+    """Compose chunks in order: added [h, m, d_k, d_v], state [h, d_k, d_v] -> state before each, after the last."""
     states = torch.empty_like(added)
     for chunk in range(added.shape[1]):
         states[:, chunk] = state

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmcp.attention.chunks import Group
+from mmcp.attention.chunks import Group, Runs
+from mmcp.attention.fla import fla_gated_delta
 
 NORM_EPS = 1e-6  # added to the squared norm of a query or key, as in Qwen3-Next
 
@@ -41,7 +42,7 @@ def gated_delta(
     states: Tensor,
     *,
     key_of_value: Sequence[int],
-    runs: tuple[tuple[Group, ...], ...],
+    runs: Runs,
 ) -> Tensor:
     """Run the recurrence above, with gradients.
 
@@ -52,7 +53,10 @@ def gated_delta(
     returns [n, h, d_v], in the type of the states
     """
     index = torch.tensor(key_of_value, device=v.device)
-    out, _ = _GatedDelta.apply(q, k, v, log_decay, strength, states, index, runs)
+    if runs.sequences is not None:
+        keys = q[:, index], k[:, index]
+        return fla_gated_delta(*keys, v, log_decay, strength, states, sequences=runs.sequences)[0]
+    out, _ = _GatedDelta.apply(q, k, v, log_decay, strength, states, index, runs.groups)
     return out
 
 
@@ -64,22 +68,25 @@ def gated_delta_state(
     states: Tensor,
     *,
     key_of_value: Sequence[int],
-    runs: tuple[tuple[Group, ...], ...],
+    runs: Runs,
 ) -> Tensor:
     """Return the state after each run, [runs, h, d_k, d_v], with gradients; arguments as for `gated_delta`."""
     index = torch.tensor(key_of_value, device=v.device)
-    _, after = _GatedDelta.apply(None, k, v, log_decay, strength, states, index, runs)
+    if runs.sequences is not None:
+        keys = k[:, index]
+        return fla_gated_delta(keys, keys, v, log_decay, strength, states, sequences=runs.sequences)[1]
+    _, after = _GatedDelta.apply(None, k, v, log_decay, strength, states, index, runs.groups)
     return after
 
 
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, Tensor]:
-        q, k, v, log_decay, strength, states, index, runs = inputs
+        q, k, v, log_decay, strength, states, index, groups_of_run = inputs
         out = None if q is None else torch.empty(v.shape, dtype=states.dtype, device=v.device)
-        after, before = torch.empty_like(states), states.new_empty((sum(map(len, runs)), *states.shape[1:]))
+        after, before = torch.empty_like(states), states.new_empty((sum(map(len, groups_of_run)), *states.shape[1:]))
         number = 0
-        for run, groups in enumerate(runs):
+        for run, groups in enumerate(groups_of_run):
             state = states[run]
             for group in groups:
                 before[number] = state
@@ -91,7 +98,7 @@ class _GatedDelta(torch.autograd.Function):
                 state, number = inner[-1], number + 1
             after[run] = state
         ctx.save_for_backward(q, k, v, log_decay, strength, index, before)
-        ctx.runs = runs
+        ctx.groups_of_run = groups_of_run
         return out, after
 
     @staticmethod
@@ -99,7 +106,7 @@ class _GatedDelta(torch.autograd.Function):
         q, k, v, log_decay, strength, index, before = ctx.saved_tensors
         grads = [None if x is None else torch.empty_like(x) for x in (q, k, v, log_decay, strength)]
         grad_states, number = grad_after.clone(), len(before)
-        for run, groups in reversed(list(enumerate(ctx.runs))):
+        for run, groups in reversed(list(enumerate(ctx.groups_of_run))):
             for group in reversed(groups):
                 number -= 1
                 tokens = _Tokens.of(group, index, k, v, log_decay, strength, before.dtype)

@@ -16,13 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmcp.attention.base import ATTENTION, HeadShare, HeadTensor, RecurrentAttention, RowInfo, check_chunks
-from mmcp.attention.chunks import Group, check_causal, groups_of
+from mmcp.attention.base import (
+    ATTENTION,
+    HeadShape,
+    HeadShare,
+    HeadTensor,
+    RecurrentAttention,
+    RowInfo,
+    check_chunks,
+)
+from mmcp.attention.blocks import by_blocks
+from mmcp.attention.chunks import check_causal, runs_of
 from mmcp.attention.delta_chunks import NORM_EPS, gated_delta, gated_delta_state
 from mmcp.attention.short_convolution import edges_of, short_convolution
 from mmcp.config import config
 from mmcp.masks import Mask
-from mmcp.sharding.ranges import Ranges, size
+from mmcp.sharding.ranges import Ranges
 
 CONVOLVED = {"q": "kv", "k": "kv", "v": "query"}
 FASTEST_RATE, SHORTEST_STEP, LONGEST_STEP = 16.0, 1e-3, 1e-1  # of new layers, as in Mamba 2
@@ -32,6 +41,12 @@ FASTEST_RATE, SHORTEST_STEP, LONGEST_STEP = 16.0, 1e-3, 1e-1  # of new layers, a
 @config
 class GatedDeltaConfig:
     name: Literal["gated_delta"] = "gated_delta"
+    value_heads: int = 0
+    """Heads with a state and an output; 0: as many as the backbone has query heads."""
+    key_heads: int = 0
+    """Heads of queries and keys, a divisor of the value heads; 0: as many as the backbone has key-value heads."""
+    head_dim: int = 0
+    """Size of all of these heads; 0: that of the backbone."""
     convolution: int = 4
     """Tokens that the convolution of queries, keys and values reads, the token itself included."""
     norm_eps: float = 1e-6
@@ -48,6 +63,11 @@ class GatedDeltaConfig:
     def __post_init__(self):
         if self.convolution < 1:
             raise ValueError(f"convolution={self.convolution} tokens; use at least 1, which reads the token itself")
+        if min(self.value_heads, self.key_heads, self.head_dim) < 0:
+            raise ValueError(
+                f"value_heads={self.value_heads}, key_heads={self.key_heads}, head_dim={self.head_dim}; use positive "
+                "numbers, or 0 for those of the backbone"
+            )
         if self.chunk < 1:
             raise ValueError(f"chunk={self.chunk} tokens; use at least 1, 64 is a good size")
         check_chunks(self.mode, self.chunks)
@@ -71,6 +91,14 @@ class GatedDeltaConfig:
     def layout(self) -> Literal["any", "contiguous"]:
         """Which tokens a rank may hold: state is passed along ranges in order."""
         return "contiguous"
+
+    def shape(self, backbone: HeadShape) -> HeadShape:
+        """Take the heads of the backbone where no others are given."""
+        return HeadShape(
+            heads=self.value_heads or backbone.heads,
+            kv_heads=self.key_heads or backbone.kv_heads,
+            head_dim=self.head_dim or backbone.head_dim,
+        )
 
     def build(self, *, heads: int, kv_heads: int, head_dim: int) -> "GatedDelta":
         """Make the core; `heads` value heads and `kv_heads` key heads in the whole layer, of `head_dim`."""
@@ -130,7 +158,6 @@ class GatedDelta(RecurrentAttention):
         self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, runs: Ranges, halo: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """Convolve q, k, v: [n, heads, d] and turn decay, strength: [n, h, 1] into g and b."""
-        assert len(inputs["q"]) == size(runs), f"{len(inputs['q'])} tokens in runs of {size(runs)}"
         key = ("edges", self.settings.convolution, runs)
         if key not in info.memo:
             info.memo[key] = edges_of(info.mask, self.settings.convolution, inputs["q"].device, runs)
@@ -152,7 +179,7 @@ class GatedDelta(RecurrentAttention):
             inputs["strength"],
             states.expand(len(runs), v.shape[1], -1, -1),
             key_of_value=heads.kv_of_query,
-            runs=self._groups(info, runs, v),
+            runs=runs_of(info, runs, self.settings.chunk, v),
         )
         transition, state = after.split([d_k, d_v], dim=-1)
         return transition, state
@@ -166,9 +193,13 @@ class GatedDelta(RecurrentAttention):
             *(inputs[spec.name] for spec in self.tensors),
             states,
             key_of_value=heads.kv_of_query,
-            runs=self._groups(info, runs, v),
+            runs=runs_of(info, runs, self.settings.chunk, v),
         )
-        return F.rms_norm(out, out.shape[-1:], self.norm.to(out.dtype), self.settings.norm_eps).to(v.dtype)
+
+        def norm(x: Tensor, weight: Tensor) -> Tensor:
+            return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), self.settings.norm_eps).to(v.dtype)
+
+        return by_blocks(norm, out, self.norm)
 
     def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
         """Run `reference` with this layer's parameters."""
@@ -184,14 +215,6 @@ class GatedDelta(RecurrentAttention):
         rate, bias = (x[present, None].to(wide) for x in (self.log_rate, self.decay_bias))
         decay = -rate.exp() * F.softplus(inputs["decay"].to(wide) + bias)
         return {"decay": decay, "strength": torch.sigmoid(inputs["strength"].to(wide))}
-
-    def _groups(self, info: RowInfo, runs: Ranges, tokens: Tensor) -> tuple[tuple[Group, ...], ...]:
-        """Return the chunks of the runs; layers of one chunk size share them."""
-        check_causal(info.mask)
-        key = ("chunks", self.settings.chunk, runs)
-        if key not in info.memo:
-            info.memo[key] = groups_of(info.mask, self.settings.chunk, tokens.device, runs)
-        return info.memo[key]
 
 
 def reference(inputs: dict[str, Tensor], mask: Mask, heads: HeadShare, filters: dict[str, Tensor]) -> Tensor:

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmcp.attention.base import ATTENTION, HeadShare, HeadTensor, RecurrentAttention, RowInfo, check_chunks
-from mmcp.attention.chunks import Group, check_causal, decayed_attention, decayed_state, groups_of, run_decay
+from mmcp.attention.base import ATTENTION, HeadShape, HeadShare, HeadTensor, RecurrentAttention, RowInfo, check_chunks
+from mmcp.attention.blocks import by_blocks
+from mmcp.attention.chunks import check_causal, decayed_attention, decayed_state, run_decay, runs_of
 from mmcp.config import config
 from mmcp.masks import Mask
-from mmcp.sharding.ranges import Ranges, size
+from mmcp.sharding.ranges import Ranges
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
@@ -76,6 +77,10 @@ class LinearConfig:
         """Which tokens a rank may hold: state is passed along ranges in order."""
         return "contiguous"
 
+    def shape(self, backbone: HeadShape) -> HeadShape:
+        """Take the heads of the backbone."""
+        return backbone
+
     def build(self, *, heads: int, kv_heads: int, head_dim: int) -> "Linear":
         """Make the core; `heads` query heads in the whole layer, of `head_dim`."""
         return Linear(self, heads=heads, head_dim=head_dim)
@@ -126,11 +131,11 @@ class Linear(RecurrentAttention):
         k, v = inputs["k"], inputs["v"]
         log_decay = self._log_decay(heads, k.device)
         state = decayed_state(
-            FEATURE_MAPS[self.settings.feature_map](k),
+            self._features(k),
             v,
             log_decay=log_decay,
             kv_of_query=heads.kv_of_query,
-            runs=self._groups(info, runs, k),
+            runs=runs_of(info, runs, self.settings.chunk, k),
         )
         return run_decay(info.mask, runs, log_decay).to(state.dtype), state
 
@@ -139,30 +144,24 @@ class Linear(RecurrentAttention):
     ) -> Tensor:
         """q: [n, h, d]  k, v: [n, k, d]  states: [runs, h, d, d]  ->  [n, h, d]."""
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
-        feature = FEATURE_MAPS[self.settings.feature_map]
         out = decayed_attention(
-            feature(q),
-            feature(k),
+            self._features(q),
+            self._features(k),
             v,
             states,
             log_decay=self._log_decay(heads, q.device),
             kv_of_query=heads.kv_of_query,
-            runs=self._groups(info, runs, q),
+            runs=runs_of(info, runs, self.settings.chunk, q),
         )
-        return F.rms_norm(out, out.shape[-1:], eps=self.settings.norm_eps).to(q.dtype)
+        return by_blocks(lambda x: F.rms_norm(x, x.shape[-1:], eps=self.settings.norm_eps).to(q.dtype), out)
+
+    def _features(self, x: Tensor) -> Tensor:
+        name = self.settings.feature_map
+        return x if name == "identity" else by_blocks(FEATURE_MAPS[name], x)
 
     def _log_decay(self, heads: HeadShare, device: torch.device) -> Tensor:
         """[h] float64: ln g of the query heads present."""
         return self.settings.decays(self.num_heads)[list(heads.query_heads)].log().to(device)
-
-    def _groups(self, info: RowInfo, runs: Ranges, tokens: Tensor) -> tuple[tuple[Group, ...], ...]:
-        """Return the chunks of the runs whose tokens are here; layers of one chunk size share them."""
-        assert len(tokens) == size(runs), f"{len(tokens)} tokens in runs of {size(runs)}"
-        check_causal(info.mask)
-        key = ("chunks", self.settings.chunk, runs)
-        if key not in info.memo:
-            info.memo[key] = groups_of(info.mask, self.settings.chunk, tokens.device, runs)
-        return info.memo[key]
 
     def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
         """Run `reference` with this layer's decays."""

@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmcp.attention.blocks import blocks_of
 from mmcp.masks import Mask
 from mmcp.sharding.ranges import Ranges, as_indices
-
-BLOCK_NUMBERS = 1 << 16  # of a block of tokens, so that it stays in the cache over all taps of the filter
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +67,7 @@ class _ShortConvolution(torch.autograd.Function):
         ctx.save_for_backward(x, weight, halo)
         ctx.edges = edges
         taps, out = _taps(weight, x.dtype), torch.empty_like(x, memory_format=torch.contiguous_format)
-        for start, stop in _blocks(x):
+        for start, stop in blocks_of(x):
             out[start:stop] = F.silu(_mix(_window(x, start, stop, len(taps), taps.dtype), taps))
         out[edges.rows] = F.silu(_mix_edges(_edge_windows(x, halo, edges, taps.dtype), taps)).to(x.dtype)
         return out
@@ -82,7 +81,7 @@ class _ShortConvolution(torch.autograd.Function):
         grad_halo, grad_x = grads.split([before, len(x)])
         inner = torch.ones(len(x), 1, 1, dtype=taps.dtype, device=x.device)
         inner[edges.rows] = 0
-        for start, stop in _blocks(x):
+        for start, stop in blocks_of(x):
             window = _window(x, start, stop, width, taps.dtype)
             pulled = _silu_backward(grad[start:stop] * inner[start:stop], _mix(window, taps))
             for tap in range(width):
@@ -102,11 +101,6 @@ class _ShortConvolution(torch.autograd.Function):
 def _taps(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """[heads, d, W] -> [W, heads, d], in float32 or wider."""
     return weight.movedim(-1, 0).to(torch.promote_types(dtype, torch.float32)).contiguous()
-
-
-def _blocks(x: Tensor) -> list[tuple[int, int]]:
-    step = max(1, BLOCK_NUMBERS // max(1, x[:1].numel()))
-    return [(start, min(start + step, len(x))) for start in range(0, len(x), step)]
 
 
 def _window(x: Tensor, start: int, stop: int, width: int, dtype: torch.dtype) -> Tensor:

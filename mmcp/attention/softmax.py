@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmcp.attention.base import ATTENTION, HeadShare, HeadTensor, RowInfo, SoftmaxAttention, check_chunks
+from mmcp.attention.base import ATTENTION, HeadShape, HeadShare, HeadTensor, RowInfo, SoftmaxAttention, check_chunks
 from mmcp.attention.flash_cpu import head_runs, partial_attention, partial_attention_backward, tiled_attention
 from mmcp.attention.gpu import gpu_attention
 from mmcp.attention.tiles import Tiling, tile
@@ -55,6 +55,10 @@ class SoftmaxConfig:
     def layout(self) -> Literal["any", "contiguous"]:
         """Which tokens a rank may hold."""
         return "any"
+
+    def shape(self, backbone: HeadShape) -> HeadShape:
+        """Take the heads of the backbone."""
+        return backbone
 
     def build(self, *, heads: int, kv_heads: int, head_dim: int) -> "Softmax":
         """Make the core; `heads` query heads in the whole layer, of `head_dim`."""

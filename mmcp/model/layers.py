@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from mmcp.attention.base import HeadTensor, LocalAttention, RowInfo, Variant, split_heads
+from mmcp.attention.base import HeadShape, HeadTensor, LocalAttention, RowInfo, Variant, split_heads
 from mmcp.model.rotary import rotate
-
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
 
@@ -91,14 +90,13 @@ class AttentionLayer(nn.Module):
         variant: Variant,
         *,
         width: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
+        shape: HeadShape,
         qk_norm: bool,
         bias: bool,
         norm_eps: float,
     ):
         super().__init__()
+        heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
         core = variant.build(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
         count = {"query": heads, "kv": kv_heads}
         self.tensors: tuple[HeadTensor, ...] = core.tensors

@@ -10,7 +10,7 @@ from encoders import AudioWindows, ImagePatches, VideoPatches
 from experiments.base import ModelConfig, Planner, ShardingConfig, cost_model
 from experiments.runtime import make_runner
 from experiments.verify import Outcome, measure
-from mmcp.attention import LinearConfig, SoftmaxConfig
+from mmcp.attention import GatedDeltaConfig, LinearConfig, SoftmaxConfig
 from mmcp.model.backbone import BackboneConfig
 from mmcp.parallel.mesh import MeshConfig, build_mesh
 from mmcp.sequence import Segment, TokenSequence, Unit, pack
@@ -26,6 +26,7 @@ ENCODERS = {
 PATTERNS = {
     "softmax": (SoftmaxConfig(),),
     "linear": (LinearConfig(chunk=8),),
+    "delta": (GatedDeltaConfig(chunk=8), GatedDeltaConfig(chunk=8, value_heads=6, key_heads=3, head_dim=4)),
     "mix": (LinearConfig(chunk=8), SoftmaxConfig()),
 }
 
