@@ -97,14 +97,8 @@ def exchange(
         rank 0: send_sizes (1, 1), receive_sizes (1, 0) -> a0
         rank 1: send_sizes (0, 2), receive_sizes (1, 2) -> a1 b1 b1
     """
-    assert len(send) == sum(send_sizes), f"{len(send)} items to send, but pieces of {list(send_sizes)}"
-    assert len(send_sizes) == len(receive_sizes) == group.size, "one piece for each rank of the group"
-    if group.size == 1:
-        return send
-    received = send.new_empty((sum(receive_sizes), *send.shape[1:]))
-    from_others = sum(receive_sizes) - receive_sizes[group.index]
-    book(group, name, backward, from_others * send.shape[1:].numel() * send.element_size())
-    dist.all_to_all_single(received, send, list(receive_sizes), list(send_sizes), group=group.handle)
+    received, flight = start_exchange(send, send_sizes, receive_sizes, group=group, name=name, backward=backward)
+    flight.wait()
     return received
 
 
@@ -126,6 +120,8 @@ def start_exchange(
     send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, group: Group, name: str, backward: bool
 ) -> tuple[Tensor, Flight]:
     """Do what `exchange` does, without waiting for it."""
+    assert len(send) == sum(send_sizes), f"{len(send)} items to send, but pieces of {list(send_sizes)}"
+    assert len(send_sizes) == len(receive_sizes) == group.size, "one piece for each rank of the group"
     if group.size == 1:
         return send, Flight()
     received = send.new_empty((sum(receive_sizes), *send.shape[1:]))
