@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
+from typing import Any
 
 import numpy as np
 
@@ -173,10 +174,12 @@ class ClipIndex:
 
     def frame_time(self, frame: int) -> Fraction:
         """Seconds on the clip's clock at which frame number `frame` is shown."""
+        assert self.video is not None, "a file without pictures has no frames"
         return int(self.video.pts[frame]) * self.video.time_base - self.origin
 
     def frames_at(self, times: Sequence[Fraction]) -> np.ndarray:
         """[times] int64: the frame a player shows at each time, the last with pts <= time; before it the first."""
+        assert self.video is not None, "a file without pictures has no frames"
         ticks = np.array([floor((time + self.origin) / self.video.time_base) for time in times], dtype=np.int64)
         return np.maximum(np.searchsorted(self.video.pts, ticks, side="right") - 1, 0)
 
@@ -240,7 +243,7 @@ def _fields(record: StreamInfo | VideoTrack | AudioTrack) -> dict:
     return {name: _to_value(getattr(record, name)) for name in record.__dataclass_fields__}
 
 
-def _values(kind: type, data: dict) -> dict:
+def _values(kind: type[StreamInfo | VideoTrack | AudioTrack], data: dict) -> dict:
     """The fields of a record of `kind` from JSON values."""
     return {name: _from_value(field.type, data[name]) for name, field in kind.__dataclass_fields__.items()}
 
@@ -253,7 +256,7 @@ def _to_value(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _from_value(kind: object, value: object) -> object:
+def _from_value(kind: object, value: Any) -> object:
     if kind is np.ndarray:
         return _expand(value)
     if kind is Fraction:

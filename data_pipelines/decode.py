@@ -5,19 +5,22 @@ exact rounding, widened when it shrinks (antialiased), on one thread: the same b
 shows BACKGROUND. Interlaced frames are given as stored, both fields woven. An animated image is its first frame.
 """
 
+import io
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import av
 import numpy as np
 from av.video.reformatter import Interpolation, VideoReformatter
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from data_pipelines.container import ClipIndex, VideoTrack
 from data_pipelines.media import MediaError, MediaFile, as_media_file, open_container
 from data_pipelines.track_reader import TrackReader
 
 BACKGROUND = 255  # white, as a page
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
 FILTER = (
     Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT | Interpolation.BITEXACT
 )  # fmt: skip
@@ -103,7 +106,7 @@ def _pictures(reader: TrackReader, track: VideoTrack, run: Run) -> Iterator[tupl
     frame_of = np.full(len(track.sizes), -1, dtype=np.int64)
     frame_of[track.packet] = np.arange(track.num_frames)
     reader.go_to(run.start)
-    decoder = reader.stream.codec_context
+    decoder = reader.decoder
     decoder.flush_buffers()
     counted = int(track.entry_frames[np.searchsorted(track.entry_packets, run.start)])
     for number in range(run.start, run.stop + 1):
@@ -164,38 +167,27 @@ def decode_image(source: str | MediaFile, size: tuple[int, int]) -> np.ndarray:
     size: (h, w)  of the result
     Raises MediaError.
     """
-    source = as_media_file(source)
+    with _open_image(as_media_file(source)) as image:
+        upright = _as_rgb(ImageOps.exif_transpose(image))
+        return np.asarray(upright.resize(size[::-1], Image.Resampling.BICUBIC))
+
+
+@contextmanager
+def _open_image(source: MediaFile) -> Iterator[Image.Image]:
+    """Open an image; whatever PIL raises on its bytes, then or in the body, becomes a MediaError."""
+    with source.open() as file:
+        data = file.read()
+    if not data:
+        raise MediaError(str(source), "empty file (0 bytes)")
+    Image.init()
+    formats = [name for name in IMAGE_FORMATS if name in Image.OPEN]  # PIL may be built without some
     try:
-        with _open_image(source) as image:
-            upright = _as_rgb(ImageOps.exif_transpose(image))
-            return np.asarray(upright.resize(size[::-1], Image.Resampling.BICUBIC))
-    except (OSError, SyntaxError) as error:
+        with Image.open(io.BytesIO(data), formats=formats) as image:
+            yield image
+    except UnidentifiedImageError:
+        raise MediaError(str(source), f"not an image (begins with {data[:16]!r})") from None
+    except Exception as error:  # on damaged bytes PIL raises errors of every kind
         raise MediaError(str(source), f"the image cannot be decoded ({error})") from None
-
-
-class _open_image:
-    """Context of an open PIL image over the file's bytes, both closed at the end; MediaError when it is none."""
-
-    def __init__(self, source: MediaFile):
-        self.source = source
-
-    def __enter__(self) -> Image.Image:
-        self.file = self.source.open()
-        try:
-            if self.file.size == 0:
-                raise MediaError(str(self.source), "empty file (0 bytes)")
-            self.image = Image.open(self.file)
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            self.file.close()
-            raise MediaError(str(self.source), f"not an image ({error})") from None
-        except MediaError:
-            self.file.close()
-            raise
-        return self.image
-
-    def __exit__(self, *_: object) -> None:
-        self.image.close()
-        self.file.close()
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:

@@ -216,7 +216,9 @@ def _message_turns(messages: list[dict], resolve: Resolve) -> list[Turn]:
 
 
 def _content_item(part: object, number: int, resolve: Resolve) -> Item:
-    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict):
+        raise _Wrong(f"has a content item in message {number} that is no object")
+    kind = part.get("type")
     if kind not in ("text", *MEDIA_KINDS):
         raise _Wrong(f"has a content item of type {kind!r} in message {number}; use text, {', '.join(MEDIA_KINDS)}")
     known = {"type", kind} | ({"audio"} if kind == "video" else set())
@@ -239,7 +241,7 @@ def _llava_turns(conversations: list[dict], media: dict[str, list[str]], resolve
     left = {kind: iter(paths) for kind, paths in media.items()}
     marks = dict.fromkeys(MEDIA_KINDS, 0)
     for number, turn in enumerate(conversations):
-        role = LLAVA_ROLES.get(turn.get("from"))
+        role = LLAVA_ROLES.get(str(turn.get("from")))
         if role is None:
             raise _Wrong(f"has 'from' {turn.get('from')!r} in turn {number}; use human, gpt or system")
         if not isinstance(turn.get("value"), str):

@@ -117,7 +117,23 @@ def open_container(source: MediaFile) -> Iterator[av.container.InputContainer]:
         except (av.error.FFmpegError, OSError, ValueError) as error:
             raise MediaError(str(source), _why_not_opened(source, error)) from None
         with container:
-            yield container
+            yield container  # type: ignore[misc]  # opened for reading
+
+
+def demux(container: av.container.InputContainer, *streams: av.VideoStream | av.AudioStream) -> Iterator[av.Packet]:
+    """Yield the packets of some streams; at the end of each, one without size or time.
+
+    Broadcasts begin new streams in the middle. PyAV fails on their packets, which are not asked for; reading goes on.
+    """
+    numbers = {stream.index for stream in streams}
+    while streams:
+        try:
+            for packet in container.demux(*streams):
+                if packet.stream_index in numbers:
+                    yield packet
+        except IndexError:
+            continue
+        return
 
 
 def _why_not_opened(source: MediaFile, error: Exception) -> str:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from data_pipelines.examine import Media, examine, facts_from_json
-from data_pipelines.manifest import Item, Sample, load_json, parse_row
+from data_pipelines.manifest import Item, Sample, Turn, load_json, parse_row
 from data_pipelines.media import MediaError, MediaFile
 from data_pipelines.shard_paths import find_shards
 from data_pipelines.tar_index import Member, index_tar, split_name
@@ -47,7 +47,7 @@ class StoredSample:
     shard: str
     key: str
     row: MediaFile | None
-    """Its json; None when it has none."""
+    """Its json; foreign shards: None when it has none."""
     text: MediaFile | None
     """Foreign shards: its field `txt`."""
     media: dict[str, StoredMedia]
@@ -80,7 +80,8 @@ class ShardSet:
             found.samples += samples
             found.problems += problems
         if not found.samples:
-            raise ValueError(f"no usable sample in {len(found.shards)} shards of {spec!r}: {found.problems[0]}")
+            reason = found.problems[0] if found.problems else "they hold no sample"
+            raise ValueError(f"no usable sample in {len(found.shards)} shards of {spec!r}: {reason}")
         return found
 
     def __len__(self) -> int:
@@ -95,9 +96,9 @@ class ShardSet:
         stored = self.samples[number]
         try:
             sample = _foreign_sample(stored, number) if stored.foreign else _read_sample(stored)
+            return sample, {name: read_media(stored.media[name]) for _, name in sample.media}
         except ValueError as error:
             raise ValueError(f"{stored.shard}, key '{stored.key}': {error}") from None
-        return sample, {name: read_media(stored.media[name]) for _, name in sample.media}
 
 
 @lru_cache(maxsize=16)
@@ -126,6 +127,7 @@ def _item_to_json(item: Item, names: dict[tuple[str, str], str]) -> dict:
 
 
 def _read_sample(stored: StoredSample) -> Sample:
+    assert stored.row is not None, f"{stored.key} was prepared without its json"
     row = json.loads(_read(stored.row))
     turns = tuple(
         (
@@ -227,13 +229,13 @@ def _foreign_sample(stored: StoredSample, number: int) -> Sample:
     if isinstance(data, dict) and ("messages" in data or "conversations" in data):
         return parse_row({"id": stored.key, **data}, row=number + 1, resolve=lambda name: _field_of(stored, name))
     question = tuple(Item(kind=media.kind, media=name) for name, media in stored.media.items())
-    turns = (("user", question),) if question else ()
+    turns: list[Turn] = [("user", question)] if question else []
     if stored.text is not None:
         answer = Item(kind="text", text=_read(stored.text).decode("utf-8", errors="replace"))
-        turns += (("assistant", (answer,)),)
+        turns.append(("assistant", (answer,)))
     if not turns:
         raise ValueError("has neither media nor text")
-    return Sample(id=stored.key, row=number + 1, turns=turns)
+    return Sample(id=stored.key, row=number + 1, turns=tuple(turns))
 
 
 def _field_of(stored: StoredSample, name: str) -> str:

@@ -23,8 +23,8 @@ import av
 import numpy as np
 
 from data_pipelines.container import SAMPLE_RATE, AudioTrack, ClipIndex
-from data_pipelines.demux import JOIN_TOLERANCE
 from data_pipelines.media import MediaError, MediaFile, as_media_file, open_container
+from data_pipelines.place_sound import JOIN_TOLERANCE
 from data_pipelines.track_reader import TrackReader
 
 BLOCK = 60  # seconds
@@ -33,6 +33,10 @@ FILTER_REACH = 64  # samples at the lower of the two rates: swresample's filter 
 WEIGHTS = {"FC": 1.2, "FL": 0.6, "FR": 0.4, "LFE": 0.25, "LFE2": 0.25}
 LEFT, RIGHT = 0.42, 0.28  # every other channel, by its side
 UNKNOWN = (0.6, 0.4)
+SAMPLE_KINDS = {
+    name: np.dtype(kind)
+    for name, kind in {"u8": "u1", "s16": "i2", "s32": "i4", "s64": "i8", "flt": "f4", "dbl": "f8"}.items()
+}
 CHUNK = 1 << 16
 TAG_BITS = 24  # a packet's number travels as the high bits of its pts; the decoder adds the samples it skips below
 
@@ -152,62 +156,83 @@ def _mono(
         yield from _decoded(reader, track, (int(warm) if first else 0, int(first), int(last)), stop, damage)
 
 
+@dataclass(slots=True)
+class Placement:
+    """Where decoded sound goes: at its packet's position, or after the sound before it if positions are not exact."""
+
+    track: AudioTrack
+    packet: int = -1
+    """The packet that the last frame came from."""
+    used: int = 0
+    """Samples of that packet placed so far."""
+    cursor: int = 0
+    """Position after them."""
+
+    def place(self, frame: av.AudioFrame, samples: np.ndarray) -> tuple[int, np.ndarray]:
+        """Return the position of a frame's samples, and what of them is heard."""
+        if frame.pts is not None and frame.pts >> TAG_BITS != self.packet:
+            is_first = self.packet < 0
+            self.packet, self.used = frame.pts >> TAG_BITS, 0
+            due = int(self.track.position[self.packet])
+            if self.track.exact or is_first or abs(due - self.cursor) > JOIN_TOLERANCE * self.track.rate:
+                self.cursor = due
+        if self.track.exact:
+            samples = samples[: max(0, int(self.track.count[self.packet]) - self.used)]
+        position = self.cursor
+        self.used += len(samples)
+        self.cursor += len(samples)
+        return position, samples
+
+
 def _decoded(
     reader: TrackReader, track: AudioTrack, span: tuple[int, int, int], stop: int, damage: Damage
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Decode packets span[1]..span[2] with a decoder that starts at span[0]; ends early once past `stop`."""
     warm, first, last = span
     reader.go_to(warm)
-    decoder = reader.stream.codec_context
-    decoder.flush_buffers()
-    current, used, cursor = -1, 0, None
+    reader.decoder.flush_buffers()
+    placement = Placement(track)
     for number in range(warm, last + 1):
-        packet = None
-        if number < last:
-            packet = reader.read()
+        packet = reader.read() if number < last else None
+        if packet is not None:
             packet.pts, packet.dts = number << TAG_BITS, None
         try:
-            frames = decoder.decode(packet)
+            frames = reader.decoder.decode(packet)
         except av.error.FFmpegError:
             damage.lost_packets += number >= first
             continue
         for frame in frames:
-            if frame.pts is not None and frame.pts >> TAG_BITS != current:
-                current, used = frame.pts >> TAG_BITS, 0
-                due = int(track.position[current])
-                if track.exact or cursor is None or abs(due - cursor) > JOIN_TOLERANCE * track.rate:
-                    cursor = due
             if frame.sample_rate != track.rate:
                 reason = f"its sound changes from {track.rate} to {frame.sample_rate} samples a second"
-                raise MediaError(reader.path, reason, Fraction(cursor or 0, track.rate))
-            part = _downmix(frame, damage if current >= first else Damage())
-            if track.exact:
-                part = part[: max(0, int(track.count[current]) - used)]
-            used += len(part)
-            if current >= first:
-                yield cursor, part
-            cursor += len(part)
-        if cursor is not None and current >= first and cursor >= stop:
+                raise MediaError(reader.path, reason, Fraction(placement.cursor, track.rate))
+            mono, cleaned = _downmix(frame)
+            position, samples = placement.place(frame, mono)
+            if placement.packet >= first:
+                damage.cleaned += cleaned
+                yield position, samples
+        if placement.packet >= first and placement.cursor >= stop:
             return
 
 
-def _downmix(frame: av.AudioFrame, damage: Damage) -> np.ndarray:
-    """One frame in any format and layout -> [n] float32 mono."""
-    channels = frame.layout.nb_channels
-    samples = frame.to_ndarray()
-    if not frame.format.is_planar:
-        samples = samples.reshape(-1, channels).T
-    if samples.dtype == np.uint8:
+def _downmix(frame: av.AudioFrame) -> tuple[np.ndarray, int]:
+    """One frame in any format and layout -> [n] float32 mono, and how many values were not finite and became 0."""
+    channels, kind = frame.layout.nb_channels, SAMPLE_KINDS[frame.format.packed.name]
+    if frame.format.is_planar:
+        planes = [np.frombuffer(memoryview(plane), kind, frame.samples) for plane in frame.planes]
+        samples = planes[0][None] if channels == 1 else np.stack(planes)
+    else:
+        samples = np.frombuffer(memoryview(frame.planes[0]), kind, frame.samples * channels).reshape(-1, channels).T
+    if kind.kind == "u":
         samples = (samples.astype(np.float32) - 128) / 128
-    elif samples.dtype.kind == "i":
-        samples = samples.astype(np.float32) / -float(np.iinfo(samples.dtype).min)
+    elif kind.kind == "i":
+        samples = samples.astype(np.float32) / float(1 << (8 * kind.itemsize - 1))
     weights = channel_weights(frame.layout.name, channels)
-    mono = weights @ samples.astype(np.float32, copy=False)
-    if not np.isfinite(mono).all():
-        finite = np.isfinite(samples)
-        damage.cleaned += int((~finite).sum())
-        mono = weights @ np.where(finite, samples, 0).astype(np.float32)
-    return mono
+    with np.errstate(invalid="ignore"):
+        mono = weights @ samples.astype(np.float32, copy=False)
+    if np.isfinite(mono).all():
+        return mono, 0
+    finite = np.isfinite(samples)
+    return weights @ np.where(finite, samples, 0).astype(np.float32), int((~finite).sum())
 
 
 @cache

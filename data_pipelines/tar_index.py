@@ -79,7 +79,8 @@ def _is_side_file(name: str) -> bool:
 
 def _members(index: TarIndex) -> list[Member]:
     """Regular files in the order of the tar; what is wrong goes to the problems."""
-    path, members = index.path, []
+    path = index.path
+    members: list[Member] = []
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
@@ -91,7 +92,7 @@ def _members(index: TarIndex) -> list[Member]:
             file.seek(0)
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 for info in tar:
-                    tar.members = []  # tarfile would keep every header
+                    tar.members = []  # type: ignore[attr-defined]  # tarfile would keep every header
                     if info.offset_data + info.size > size:
                         missing = info.offset_data + info.size - size
                         index.problems.append(f"{path}: is cut off inside '{info.name}' ({missing} bytes missing)")

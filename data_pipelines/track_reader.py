@@ -1,11 +1,12 @@
 """The packets of one track by number, as its index counts them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import av
 
 from data_pipelines.container import AudioTrack, VideoTrack
-from data_pipelines.media import MediaError
+from data_pipelines.media import MediaError, demux
 
 READ_THROUGH = 64  # packets: a shorter way ahead is read, not jumped over
 STEPS_BACK = (0, 1, 5, 30)  # seconds: where a seek lands too late, it aims earlier
@@ -20,8 +21,9 @@ class TrackReader:
 
     def __init__(self, container: av.container.InputContainer, track: VideoTrack | AudioTrack, path: str):
         self.container, self.track, self.path = container, track, path
-        self.stream = container.streams[track.stream]
-        self.stream.codec_context.thread_count = 1
+        self.stream: Any = container.streams[track.stream]
+        self.decoder: Any = self.stream.codec_context
+        self.decoder.thread_count = 1
         self.next_number = 0
         self.waiting: av.Packet | None = None
         self.packets = self._demux()
@@ -46,7 +48,7 @@ class TrackReader:
         return packet
 
     def _demux(self) -> Iterator[av.Packet]:
-        for packet in self.container.demux(self.stream):
+        for packet in demux(self.container, self.stream):
             if packet.size:
                 yield packet
 

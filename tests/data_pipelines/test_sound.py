@@ -152,6 +152,25 @@ def test_any_cut_gives_the_same_samples(folder, name, jumps, monkeypatch):
         np.testing.assert_array_equal(part, everything[first - begin + 500 : last - begin + 500])
 
 
+@pytest.mark.parametrize("rate", [11025, 22050, 44100, 32000, 96000])
+def test_any_cut_of_any_rate_gives_the_same_samples(tmp_path, rate):
+    path = tmp_path / "a.wav"
+    tone = np.sin(np.arange(3 * rate) / rate * 2 * np.pi * (300 + 200 * np.arange(3 * rate) / rate))
+    with wave.open(str(path), "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(rate)
+        out.writeframes((tone * 30000).astype(np.int16).tobytes())
+    index = read_index(str(path))
+    everything = decode_audio(str(path), index, 0, 48000).samples
+    assert np.abs(everything - pyav_whole(path)).max() <= 1e-6
+    draw = random.Random(rate)
+    for _ in range(20):
+        first, last = sorted(draw.randint(0, 48000) for _ in range(2))
+        part = decode_audio(str(path), index, first, last).samples
+        np.testing.assert_allclose(part, everything[first:last], rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", CLIPS)
 def test_blocks_equal_decoding_from_the_start(folder, name, monkeypatch):
     """Every codec here but AC-3, whose decoder fills bands with noise, forgets its past within the preroll."""
