@@ -4,8 +4,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from mmcp.attention.gated_delta import GatedDeltaConfig
 from mmcp.attention.linear import LinearConfig
 from mmcp.attention.softmax import SoftmaxConfig
 
-AttentionConfig = Annotated[SoftmaxConfig | LinearConfig, Field(discriminator="name")]
+AttentionConfig = Annotated[SoftmaxConfig | LinearConfig | GatedDeltaConfig, Field(discriminator="name")]
 """Any variant's config, told apart by `name`."""

@@ -69,6 +69,8 @@ class HeadTensor:
     """`query`: one per query head; `kv`: one per key-value head."""
     dim: int
     """Size of a head in this tensor; 1 for a gate."""
+    halo: int = 0
+    """Tokens before a run that `RecurrentAttention.prepare` reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +150,7 @@ class RecurrentAttention(Attention):
     A run is a contiguous range of the row's tokens, given as global positions; the tensors of several runs stand one
     after the other. Where a document begins inside a run, also at its first token, its transition is 0 and its state
     is that of its last document. States and transitions are in float32 or the inputs' type, whichever is wider, and
-    carry gradients.
+    carry gradients. `summarise` and `finish` take what `prepare` gives.
     """
 
     state_dim: tuple[int, int]
@@ -156,13 +158,24 @@ class RecurrentAttention(Attention):
     transition_dim: tuple[int, ...]
     """Size of the transition of one query head: () scales the state, (d_k, d_k) multiplies it from the left."""
 
+    def prepare(
+        self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, runs: Ranges, halo: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Mix what is read of neighbouring tokens, once, before `summarise` and `finish`; by default nothing.
+
+        inputs: one [n, heads present, dim] per entry of `tensors`, the tokens of all runs
+        halo: one [runs, halo, heads present, dim] per entry that has one, the tokens before each run, with gradients;
+            of no effect where they lie before the row or in another document
+        """
+        return inputs
+
     @abstractmethod
     def summarise(
         self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, runs: Ranges
     ) -> tuple[Tensor, Tensor]:
         """Tell what each run does to the state.
 
-        inputs: one [n, heads present, dim] per entry of `tensors`, the tokens of all runs
+        inputs: what `prepare` gave for the tokens of all runs
         returns transition [runs, h, *transition_dim] and state [runs, h, d_k, d_v]
         """
 
@@ -181,10 +194,15 @@ class RecurrentAttention(Attention):
         first, s = inputs[self.tensors[0].name], info.mask.num_tokens
         assert len(first) == s, f"{len(first)} tokens in a row of {s}"
         runs = ((0, s),) if s else ()
+        halo = {
+            spec.name: first.new_zeros((len(runs), spec.halo, *inputs[spec.name].shape[1:]))
+            for spec in self.tensors
+            if spec.halo
+        }
         states = first.new_zeros(
             (len(runs), len(heads.query_heads), *self.state_dim), dtype=torch.promote_types(first.dtype, torch.float32)
         )
-        return self.finish(inputs, info, heads, runs, states)
+        return self.finish(self.prepare(inputs, info, heads, runs, halo), info, heads, runs, states)
 
 
 def carry(transition: Tensor, state: Tensor) -> Tensor:
@@ -224,8 +242,16 @@ class Variant(Protocol):
         """Whether queries and keys are turned by their positions before the core sees them."""
 
     @property
+    def qk_norm(self) -> bool:
+        """Whether the layer may norm queries and keys per head, where the backbone asks for it."""
+
+    @property
     def output_gate(self) -> bool:
-        """Whether the layer multiplies the output by sigmoid(gate(x))."""
+        """Whether the layer multiplies the output by a gate, activation(projection(x))."""
+
+    @property
+    def gate_activation(self) -> Literal["sigmoid", "silu"]:
+        """What the projection passes through to be that gate."""
 
     @property
     def mode(self) -> str:
@@ -239,8 +265,8 @@ class Variant(Protocol):
     def layout(self) -> Literal["any", "contiguous"]:
         """Tokens a rank may hold when the sequence stays split; under Ulysses any layout will do."""
 
-    def build(self, *, heads: int, head_dim: int) -> Attention:
-        """Make the core of a layer with `heads` query heads in all."""
+    def build(self, *, heads: int, kv_heads: int, head_dim: int) -> Attention:
+        """Make the core of a layer with `heads` query heads and `kv_heads` key-value heads in all."""
 
     @property
     def window(self) -> int:

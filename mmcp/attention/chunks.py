@@ -90,6 +90,16 @@ def _run_groups(
     return tuple(groups)
 
 
+def check_causal(mask: Mask) -> None:
+    """Raise ValueError for a mask under which some tokens attend both ways, which no recurrence can follow."""
+    if len(mask.blocks):
+        start, stop = mask.blocks[0].tolist()
+        raise ValueError(
+            f"linear attention reads in order, but tokens {start} to {stop - 1} attend both ways; let all segments "
+            "attend 'causal', or use softmax in every layer"
+        )
+
+
 def decayed_attention(
     q: Tensor,
     k: Tensor,

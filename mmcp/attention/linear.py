@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmcp.attention.base import ATTENTION, HeadShare, HeadTensor, RecurrentAttention, RowInfo, check_chunks
-from mmcp.attention.chunks import Group, decayed_attention, decayed_state, groups_of, run_decay
+from mmcp.attention.chunks import Group, check_causal, decayed_attention, decayed_state, groups_of, run_decay
 from mmcp.config import config
 from mmcp.masks import Mask
 from mmcp.sharding.ranges import Ranges, size
@@ -62,11 +62,21 @@ class LinearConfig:
         check_chunks(self.mode, self.chunks)
 
     @property
+    def qk_norm(self) -> bool:
+        """Whether the backbone may norm queries and keys."""
+        return True
+
+    @property
+    def gate_activation(self) -> Literal["sigmoid", "silu"]:
+        """What the output gate passes through."""
+        return "sigmoid"
+
+    @property
     def layout(self) -> Literal["any", "contiguous"]:
         """Which tokens a rank may hold: state is passed along ranges in order."""
         return "contiguous"
 
-    def build(self, *, heads: int, head_dim: int) -> "Linear":
+    def build(self, *, heads: int, kv_heads: int, head_dim: int) -> "Linear":
         """Make the core; `heads` query heads in the whole layer, of `head_dim`."""
         return Linear(self, heads=heads, head_dim=head_dim)
 
@@ -148,7 +158,7 @@ class Linear(RecurrentAttention):
     def _groups(self, info: RowInfo, runs: Ranges, tokens: Tensor) -> tuple[tuple[Group, ...], ...]:
         """Return the chunks of the runs whose tokens are here; layers of one chunk size share them."""
         assert len(tokens) == size(runs), f"{len(tokens)} tokens in runs of {size(runs)}"
-        _check_causal(info.mask)
+        check_causal(info.mask)
         key = ("chunks", self.settings.chunk, runs)
         if key not in info.memo:
             info.memo[key] = groups_of(info.mask, self.settings.chunk, tokens.device, runs)
@@ -156,7 +166,7 @@ class Linear(RecurrentAttention):
 
     def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
         """Run `reference` with this layer's decays."""
-        _check_causal(mask)
+        check_causal(mask)
         return reference(inputs, mask, heads, settings=self.settings, num_heads=self.num_heads)
 
 
@@ -176,12 +186,3 @@ def reference(
         outs.append((feature(q[i])[:, None] @ state)[:, 0] / math.sqrt(q.shape[-1]))
     out = torch.stack(outs) if outs else q + k.sum() + v.sum()
     return out * torch.rsqrt(out.square().mean(-1, keepdim=True) + settings.norm_eps)
-
-
-def _check_causal(mask: Mask) -> None:
-    if len(mask.blocks):
-        start, stop = mask.blocks[0].tolist()
-        raise ValueError(
-            f"linear attention reads in order, but tokens {start} to {stop - 1} attend both ways; let all segments "
-            "attend 'causal', or use softmax in every layer"
-        )

@@ -42,11 +42,21 @@ class SoftmaxConfig:
         check_chunks(self.mode, self.chunks)
 
     @property
+    def qk_norm(self) -> bool:
+        """Whether the backbone may norm queries and keys."""
+        return True
+
+    @property
+    def gate_activation(self) -> Literal["sigmoid", "silu"]:
+        """What the output gate passes through."""
+        return "sigmoid"
+
+    @property
     def layout(self) -> Literal["any", "contiguous"]:
         """Which tokens a rank may hold."""
         return "any"
 
-    def build(self, *, heads: int, head_dim: int) -> "Softmax":
+    def build(self, *, heads: int, kv_heads: int, head_dim: int) -> "Softmax":
         """Make the core; `heads` query heads in the whole layer, of `head_dim`."""
         return Softmax(self, head_dim=head_dim)
 
