@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmcp.attention.base import ATTENTION, HeadShare, HeadTensor, RecurrentAttention, RowInfo, check_chunks
-from mmcp.attention.chunks import Group, check_causal, groups_of
+from mmcp.attention.chunks import Group, groups_of
 from mmcp.attention.delta_chunks import NORM_EPS, gated_delta, gated_delta_state
 from mmcp.attention.short_convolution import edges_of, short_convolution
 from mmcp.config import config
@@ -172,7 +172,7 @@ class GatedDelta(RecurrentAttention):
 
     def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
         """Run `reference` with this layer's parameters."""
-        check_causal(mask)
+        self.check(mask)
         exact = {name: x.double() for name, x in inputs.items()}
         filters = {name: self.filters[name][_present(heads, owner)] for name, owner in CONVOLVED.items()}
         out = reference(exact | self._gates(exact, heads), mask, heads, filters)
@@ -187,7 +187,6 @@ class GatedDelta(RecurrentAttention):
 
     def _groups(self, info: RowInfo, runs: Ranges, tokens: Tensor) -> tuple[tuple[Group, ...], ...]:
         """Return the chunks of the runs; layers of one chunk size share them."""
-        check_causal(info.mask)
         key = ("chunks", self.settings.chunk, runs)
         if key not in info.memo:
             info.memo[key] = groups_of(info.mask, self.settings.chunk, tokens.device, runs)

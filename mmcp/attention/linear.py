@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmcp.attention.base import ATTENTION, HeadShare, HeadTensor, RecurrentAttention, RowInfo, check_chunks
-from mmcp.attention.chunks import Group, check_causal, decayed_attention, decayed_state, groups_of, run_decay
+from mmcp.attention.chunks import Group, decayed_attention, decayed_state, groups_of, run_decay
 from mmcp.config import config
 from mmcp.masks import Mask
 from mmcp.sharding.ranges import Ranges, size
@@ -158,7 +158,6 @@ class Linear(RecurrentAttention):
     def _groups(self, info: RowInfo, runs: Ranges, tokens: Tensor) -> tuple[tuple[Group, ...], ...]:
         """Return the chunks of the runs whose tokens are here; layers of one chunk size share them."""
         assert len(tokens) == size(runs), f"{len(tokens)} tokens in runs of {size(runs)}"
-        check_causal(info.mask)
         key = ("chunks", self.settings.chunk, runs)
         if key not in info.memo:
             info.memo[key] = groups_of(info.mask, self.settings.chunk, tokens.device, runs)
@@ -166,7 +165,7 @@ class Linear(RecurrentAttention):
 
     def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
         """Run `reference` with this layer's decays."""
-        check_causal(mask)
+        self.check(mask)
         return reference(inputs, mask, heads, settings=self.settings, num_heads=self.num_heads)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from mmcp.attention.base import HeadTensor, LocalAttention, RowInfo, Variant, split_heads
 from mmcp.model.rotary import rotate
 
-
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from mmcp.attention.base import HeadShare, RecurrentAttention, RowInfo, carry
 from mmcp.parallel.collectives import Group
 from mmcp.parallel.gather import gather_rows
+from mmcp.parallel.halo import Halo, halo_of
 from mmcp.sharding.plan import ShardPlan
 
 
@@ -59,13 +60,18 @@ def state_attention(
     inputs: one [n, heads present, dim] per tensor of the core   tokens of this ring index, in sequence order
     returns [n, h, out_dim]
     """
-    runs = info.plan.group_tokens[group.index]
-    key = (state_attention, group.index)
+    runs, length = info.plan.group_tokens[group.index], max(tensor.halo for tensor in core.tensors)
+    key, halo_key = (RunOrder, group.index), (Halo, length)
     if key not in info.memo:
         info.memo[key] = RunOrder.of(info.plan, group.index)
-    transition, state = core.summarise(inputs, info, heads, runs)
+    if halo_key not in info.memo:
+        device = inputs[core.tensors[0].name].device
+        info.memo[halo_key] = halo_of(info.plan, info.mask, group.index, length, device)
+    halo = info.memo[halo_key].bring(inputs, core.tensors, group)
+    ready = core.prepare(inputs, info, heads, runs, halo)
+    transition, state = core.summarise(ready, info, heads, runs)
     before = _PassState.apply(transition, state, info.memo[key], group)
-    return core.finish(inputs, info, heads, runs, before)
+    return core.finish(ready, info, heads, runs, before)
 
 
 class _PassState(torch.autograd.Function):

@@ -52,7 +52,7 @@ class Ulysses(nn.Module):
 
         inputs: one [s/cp, heads, dim] for each of the core's tensors, this rank's tokens in sequence order
         returns [s/cp, h, out_dim]
-        Raises ValueError when the inputs are of different types.
+        Raises ValueError when the inputs are of different types or the core would ignore the row's mask.
         """
         tensors = [inputs[tensor.name] for tensor in self.core.tensors]
         self._check(tensors, info)
@@ -96,6 +96,7 @@ class Ulysses(nn.Module):
 
     def _check(self, tensors: list[Tensor], info: RowInfo) -> None:
         plan, mesh = info.plan, self.mesh
+        self.core.check(info.mask)
         assert (plan.ring, plan.ulysses) == (mesh.ring.size, mesh.ulysses.size), "the plan is for another mesh"
         assert info.rank == mesh.cp.index, f"rank {info.rank} of the plan is not this rank, {mesh.cp.index}"
         for tensor, value in zip(self.core.tensors, tensors, strict=True):

@@ -8,11 +8,12 @@ them), c = 2 k d numbers of this rank's keys and values, e bytes a number and E 
     trading heads   forward  (s - n) w e + n (O - o) e        backward  n (W - w) e + (s - n) o e
     ring            forward  read c e                         backward  read c e + lent c E
     allgather       forward  (s - n) c e                      backward  (s - n) c e + (R - 1) n c E
-    state           forward  runs (M + S) E                   backward  runs S E
+    state           forward  runs (M + S) E + before t e      backward  runs S E + lent t e
 
 For ring and later, n are the tokens of a rank's group and s those of the row; `read` are the keys of other groups that
 this group's queries read, `lent` its own that others read, once per reader; `runs` the ranges of other groups, M and S
-the numbers of a transition and of a state, of this rank's query heads.
+the numbers of a transition and of a state, of this rank's query heads; `before` the tokens of other groups that a short
+convolution reads before this group's runs, t its numbers per token.
 """
 
 from collections.abc import Iterator
@@ -24,10 +25,11 @@ import torch
 from mmcp.attention.base import Attention, HeadShare, RecurrentAttention, SoftmaxAttention, Variant, split_heads
 from mmcp.masks import Mask, keys_of, restrict
 from mmcp.parallel.collectives import Traffic
+from mmcp.parallel.halo import before_runs
 from mmcp.parallel.modes import MODES
 from mmcp.registry import Registry
 from mmcp.sharding.plan import ShardPlan
-from mmcp.sharding.ranges import size
+from mmcp.sharding.ranges import part_of, size
 
 Phases = dict[tuple[str, str], Traffic]
 """By (name of the exchange, `forward` or `backward`), as the recorder books it; nothing that is 0 collectives."""
@@ -80,7 +82,7 @@ def attention_traffic(
 
     Raises ValueError, as the layer does, when the variant's mode cannot be or some rank would get no head.
     """
-    core, mode = variant.build(heads=heads, head_dim=head_dim), MODES[variant.mode]
+    core, mode = variant.build(heads=heads, kv_heads=kv_heads, head_dim=head_dim), MODES[variant.mode]
     mode.check(core)
     ring_index, ulysses_index = divmod(rank, plan.ulysses)
     ranks = range(plan.ranks) if mode.is_flat else range(ring_index * plan.ulysses, (ring_index + 1) * plan.ulysses)
@@ -157,10 +159,23 @@ def _state(layer: Layer) -> Phases:
     state = heads * core.state_dim[0] * core.state_dim[1]
     transition = heads * torch.Size(core.transition_dim).numel()
     swaps = int(sum(runs) > 0)
-    return {
+    return _halo(layer) | {
         ("states", "forward"): Traffic(swaps, others * (transition + state) * layer.wide),
         ("states", "backward"): Traffic(swaps, others * state * layer.wide),
     }
+
+
+def _halo(layer: Layer) -> Phases:
+    """A short convolution's rows before each run: those read of other groups, and back the gradients of those lent."""
+    tensors, count = layer.core.tensors, {"query": len(layer.heads.query_heads), "kv": len(layer.heads.kv_heads)}
+    length = max(tensor.halo for tensor in tensors)
+    row = sum(count[tensor.heads] * tensor.dim for tensor in tensors if tensor.halo) * layer.element
+    needed = [before_runs(layer.mask, runs, length)[0] for runs in layer.plan.group_tokens]
+    owners = [part_of(layer.plan.group_tokens, positions) for positions in needed]
+    read = int((owners[layer.ring_index] != layer.ring_index).sum())
+    lent = sum(int((of == layer.ring_index).sum()) for reader, of in enumerate(owners) if reader != layer.ring_index)
+    moves = int(any(len(positions) for positions in needed))
+    return {("halo", "forward"): Traffic(moves, read * row), ("halo", "backward"): Traffic(moves, lent * row)}
 
 
 def _numbers(core: Attention, share: HeadShare, owners: tuple[str, ...]) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmcp.attention.base import RowInfo, split_heads
+from mmcp.attention.base import Attention, RowInfo, split_heads
 from mmcp.masks import Mask
 from mmcp.parallel.collectives import Traffic, record
 from mmcp.parallel.mesh import MeshConfig, build_mesh
@@ -52,9 +52,14 @@ class Case:
         bounds = [start for start, stop in pairwise(self.bounds) if start < stop] + [len(self.owners)]
         return Mask(np.array(bounds, dtype=np.int64), np.array(self.blocks, dtype=np.int64).reshape(-1, 2))
 
+    def core(self, dtype: torch.dtype) -> Attention:
+        """Build the layer's core, with the same weights on every rank."""
+        torch.manual_seed(self.seed)
+        return self.variant.build(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim).to(dtype)
+
     def inputs(self) -> tuple[dict[str, Tensor], Tensor]:
         """Draw the layer's inputs, [s, heads, dim] each, and the weight of each output in the loss."""
-        core = self.variant.build(heads=self.heads, head_dim=self.head_dim)
+        core = self.core(self.dtype)
         generator = torch.Generator().manual_seed(self.seed)
         count = {"query": self.heads, "kv": self.kv_heads}
 
@@ -74,6 +79,8 @@ class Result:
 
     values: dict[str, Tensor]
     """`out` and the gradient of each input, of this rank's tokens."""
+    weights: dict[str, Tensor]
+    """This rank's part of the gradient of each of the core's parameters."""
     counted: dict[tuple[str, str], Traffic]
     expected: dict[tuple[str, str], Traffic]
     """By closed form."""
@@ -83,7 +90,7 @@ def run_case(case: Case) -> Result | str:
     """Run the layer on this rank; the message where it refuses."""
     mesh = build_mesh(MeshConfig(ring=case.ring, ulysses=case.ulysses))
     plan, mask = case.plan, case.mask
-    core = case.variant.build(heads=case.heads, head_dim=case.head_dim)
+    core = case.core(case.dtype)
     whole, weight = case.inputs()
     mine = torch.from_numpy(plan.positions(mesh.cp.index))
     local = {name: value[mine].requires_grad_() for name, value in whole.items()}
@@ -112,7 +119,8 @@ def run_case(case: Case) -> Result | str:
         dtype=case.dtype,
     )
     values = {name: value.grad for name, value in local.items()} | {"out": out.detach()}
-    return Result(values, recorder.traffic, expected)
+    weights = {f"weight {name}": weight.grad for name, weight in core.named_parameters()}
+    return Result(values, weights, recorder.traffic, expected)
 
 
 def run_cases(cases: list[Case]) -> list[Result | str]:
@@ -122,21 +130,23 @@ def run_cases(cases: list[Case]) -> list[Result | str]:
 
 def reference_of(case: Case) -> dict[str, Tensor]:
     """Compute the output and every gradient by the variant's slow reference, in float64."""
-    core = case.variant.build(heads=case.heads, head_dim=case.head_dim)
+    core = case.core(torch.float64)
     inputs, weight = case.inputs()
     exact = {name: value.double().requires_grad_() for name, value in inputs.items()}
     out = core.reference(exact, case.mask, split_heads(case.heads, case.kv_heads, 1)[0])
     (out * weight.double()).sum().backward()
-    return {name: value.grad for name, value in exact.items()} | {"out": out.detach()}
+    values = {name: value.grad for name, value in exact.items()} | {"out": out.detach()}
+    return values | {f"weight {name}": weight.grad for name, weight in core.named_parameters()}
 
 
 def joined(case: Case, results: list[Result]) -> dict[str, Tensor]:
-    """Put the ranks' values together in sequence order."""
+    """Put the ranks' values together in sequence order, and sum the gradients of parameters."""
     places = torch.from_numpy(case.plan.inverse)
-    return {
+    values = {
         name: torch.cat([result.values[name] for result in results]).index_select(0, places)
         for name in results[0].values
     }
+    return values | {name: sum(result.weights[name] for result in results) for name in results[0].weights}
 
 
 def check_results(case: Case, results: list[Result], tolerance: float) -> None:

@@ -10,11 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from mmcp.attention import LinearConfig, SoftmaxConfig
+from mmcp.attention import GatedDeltaConfig, LinearConfig, SoftmaxConfig
 from tests.parallel.mode_cases import Case, check_case, check_results, joined, run_case, run_cases
 
 DOCUMENTS = (0, 9, 10, 31, 48)
+RECURRENT = {
+    "linear": LinearConfig(chunk=4, shortest_memory=2.0, longest_memory=100.0),
+    "delta": GatedDeltaConfig(chunk=4),
+}
 SOFTMAX_MODES = ("ulysses", "ring", "allgather")
+CROSSING = [
+    *(SoftmaxConfig(mode=mode) for mode in ("ring", "allgather")),
+    *(replace(variant, mode="state") for variant in RECURRENT.values()),
+]
 
 
 def zigzag(tokens: int, ranks: int) -> tuple[int, ...]:
@@ -51,8 +59,9 @@ def test_softmax_on_every_factorisation(rank_pool, mode, ring, ulysses):
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (3, 1), (2, 2), (3, 2), (6, 1)])
 @pytest.mark.parametrize("mode", ["ulysses", "state"])
-def test_linear_on_every_factorisation(rank_pool, mode, ring, ulysses):
-    variant = LinearConfig(mode=mode, chunk=4, shortest_memory=2.0, longest_memory=100.0)
+@pytest.mark.parametrize("recurrent", RECURRENT)
+def test_recurrent_on_every_factorisation(rank_pool, recurrent, mode, ring, ulysses):
+    variant = replace(RECURRENT[recurrent], mode=mode)
     owners = zigzag(48, ring * ulysses), contiguous(48, ring * ulysses), scattered(48, ring * ulysses)
     cases = [case_of(variant, ring=ring, ulysses=ulysses, owners=owners[i]) for i in range(3)]
     cases.append(replace(cases[0], bounds=(0, 48)))
@@ -60,9 +69,7 @@ def test_linear_on_every_factorisation(rank_pool, mode, ring, ulysses):
         check_results(case, results, 1e-10)
 
 
-@pytest.mark.parametrize(
-    "variant", [SoftmaxConfig(mode="ring"), SoftmaxConfig(mode="allgather"), LinearConfig(mode="state")]
-)
+@pytest.mark.parametrize("variant", CROSSING, ids=lambda variant: f"{variant.name}-{variant.mode}")
 def test_ranks_without_tokens(rank_pool, variant):
     cases = [
         case_of(variant, ring=3, owners=(1,) * 48),
@@ -75,14 +82,12 @@ def test_ranks_without_tokens(rank_pool, variant):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize(
-    "variant", [SoftmaxConfig(mode="ring"), SoftmaxConfig(mode="allgather"), LinearConfig(mode="state")]
-)
+@pytest.mark.parametrize("variant", CROSSING, ids=lambda variant: f"{variant.name}-{variant.mode}")
 def test_other_types(rank_pool, variant, dtype, tolerance):
     check_case(rank_pool, case_of(variant, ring=2, ulysses=2, dtype=dtype), tolerance)
 
 
-@pytest.mark.parametrize("variant", [SoftmaxConfig(), LinearConfig(chunk=4)])
+@pytest.mark.parametrize("variant", [SoftmaxConfig(), *RECURRENT.values()], ids=lambda variant: variant.name)
 @pytest.mark.parametrize(("heads", "kv_heads", "chunks"), [(8, 8, 2), (8, 2, 4), (9, 3, 3), (7, 1, 2), (12, 4, 3)])
 def test_groups_of_heads_change_nothing(rank_pool, variant, heads, kv_heads, chunks):
     case = case_of(variant, ring=1, ulysses=2, heads=heads, kv_heads=kv_heads)
@@ -108,18 +113,17 @@ def test_documents_apart_move_nothing(rank_pool):
     assert all(not result.counted for result in check_case(rank_pool, case))
 
 
-def test_states_cost_the_same_at_any_length(rank_pool):
-    bytes_of = []
-    for tokens in (12, 96):
-        case = case_of(LinearConfig(mode="state"), ring=3, owners=zigzag(tokens, 3), bounds=(0, tokens))
-        bytes_of.append([result.counted for result in check_case(rank_pool, case)])
-    assert bytes_of[0] == bytes_of[1]
-    assert bytes_of[0][0]["states", "forward"].bytes == 4 * 6 * (8 * 8 + 1) * 8  # 4 runs elsewhere, 6 heads
+@pytest.mark.parametrize(("recurrent", "transition"), [("linear", 1), ("delta", 8 * 8)])
+def test_states_cost_the_same_at_any_length(rank_pool, recurrent, transition):
+    variant, counted = replace(RECURRENT[recurrent], mode="state"), []
+    for tokens in (30, 96):
+        case = case_of(variant, ring=3, owners=zigzag(tokens, 3), bounds=(0, tokens))
+        counted.append([result.counted for result in check_case(rank_pool, case)])
+    assert counted[0] == counted[1]
+    assert counted[0][0]["states", "forward"].bytes == 4 * 6 * (8 * 8 + transition) * 8  # 4 runs elsewhere, 6 heads
 
 
-PERTURBED = [SoftmaxConfig(mode=mode) for mode in SOFTMAX_MODES] + [
-    LinearConfig(mode=mode) for mode in ("ulysses", "state")
-]
+PERTURBED = [SoftmaxConfig(), *RECURRENT.values(), *CROSSING]
 
 
 @pytest.mark.parametrize("variant", PERTURBED, ids=lambda variant: f"{variant.name}-{variant.mode}")
