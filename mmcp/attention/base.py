@@ -50,8 +50,8 @@ def split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> tuple[HeadShar
     if ranks > num_heads:
         raise ValueError(
             f"ulysses={ranks} ranks for {num_heads} query heads ({num_kv_heads} key-value heads): some rank would get "
-            f"no head; use ulysses at most {num_heads} and put the other ranks on the ring axis, in a mode that crosses "
-            "it"
+            f"no head; use ulysses at most {num_heads} and put the other ranks on the ring axis, in a mode that "
+            "crosses it"
         )
     group = num_heads // num_kv_heads
     shares = []
