@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mmcp.attention.base import Attention, HeadShare, RecurrentAttention, RowInfo, SoftmaxAttention
@@ -25,6 +26,7 @@ from mmcp.parallel.state_passing import state_attention
 from mmcp.registry import Registry
 
 MODES = Registry("attention mode")
+CPU, ANY_DEVICE = torch.device("cpu"), ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,24 @@ class Mode:
     """Variants that it can carry."""
     needs: str
     """What it needs of a variant, for the error."""
+    devices: tuple[str, ...]
+    """Types of device that it runs on."""
     is_flat: bool
     """Whether all ranks of the row are one group."""
     attend: Callable[[Any, dict[str, Tensor], RowInfo, HeadShare, Group], Tensor]
     """(core, inputs, info, heads, ring group) -> output: attention of a group's tokens to the whole row."""
 
-    def check(self, core: Attention) -> None:
-        """Raise ValueError when this mode cannot carry `core`."""
+    def check(self, core: Attention, device: torch.device = CPU) -> None:
+        """Raise ValueError when this mode cannot carry `core`, or not on this device."""
         if not isinstance(core, self.carries):
             possible = ", ".join(f"'{mode.name}'" for mode in MODES.values() if isinstance(core, mode.carries))
             raise ValueError(
                 f"mode '{self.name}' needs {self.needs}, which {type(core).__name__} is not; use one of {possible}"
             )
-
-
-def _attend_whole(core: Attention, inputs: dict[str, Tensor], info: Any, heads: Any, _group: Any) -> Tensor:
-    return core(inputs, info, heads)
+        if device.type not in self.devices:
+            raise ValueError(
+                f"mode '{self.name}' runs on {', '.join(self.devices)} only, not on {device.type}; use mode 'ulysses'"
+            )
 
 
 def _attend_whole(core: Attention, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, _ring: Group) -> Tensor:
@@ -59,7 +63,7 @@ def _attend_whole(core: Attention, inputs: dict[str, Tensor], info: RowInfo, hea
 
 
 _MERGES, _HANDS_ON = "answers that merge by log-sum-exp", "a state that runs of tokens hand on"
-MODES.register("ulysses")(Mode("ulysses", Attention, "any variant", True, _attend_whole))
-MODES.register("ring")(Mode("ring", SoftmaxAttention, _MERGES, False, ring_attention))
-MODES.register("allgather")(Mode("allgather", SoftmaxAttention, _MERGES, False, gathered_attention))
-MODES.register("state")(Mode("state", RecurrentAttention, _HANDS_ON, False, state_attention))
+MODES.register("ulysses")(Mode("ulysses", Attention, "any variant", ANY_DEVICE, True, _attend_whole))
+MODES.register("ring")(Mode("ring", SoftmaxAttention, _MERGES, ("cpu",), False, ring_attention))
+MODES.register("allgather")(Mode("allgather", SoftmaxAttention, _MERGES, ("cpu",), False, gathered_attention))
+MODES.register("state")(Mode("state", RecurrentAttention, _HANDS_ON, ANY_DEVICE, False, state_attention))

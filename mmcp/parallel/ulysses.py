@@ -42,7 +42,7 @@ class Ulysses(nn.Module):
         self.core, self.mesh = core, mesh
         self.heads = {"query": num_heads, "kv": num_kv_heads}
         self.mode = MODES[mode]
-        self.mode.check(core)
+        self.mode.check(core, mesh.device)
         self.group = mesh.cp if self.mode.is_flat else mesh.ulysses
         self.share = split_heads(num_heads, num_kv_heads, self.group.size)[self.group.index]
         self.groups = head_groups(split_heads(num_heads, num_kv_heads, self.group.size), chunks)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pydantic
+import torch
 
 from mmcp.attention.base import ATTENTION, split_heads
 from mmcp.masks import Mask
@@ -80,6 +81,10 @@ def refusals() -> Iterator[str]:
     yield from _message(lambda: split_heads(4, 2, 6))
     yield from _message(lambda: head_groups(split_heads(4, 2, 2), 3))
     softmax = ATTENTION["softmax"]()
+    core = softmax.build(heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM)
+    for mode in MODES.values():
+        if isinstance(core, mode.carries):
+            yield from _message(lambda mode=mode: mode.check(core, torch.device("cuda")))
     yield from _message(lambda: replace(softmax, mode="ring", chunks=2))
     yield from _message(lambda: replace(softmax, sink=2))
 
