@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -16,19 +16,19 @@ from rich.progress import track
 from rich.table import Table
 
 from data_pipelines.clip import build_sequence
-from data_pipelines.examine import Media
 from data_pipelines.loader import Loaded
 from data_pipelines.manifest import Sample
 from data_pipelines.shards import ShardSet
 from data_pipelines.workers import WorkerPool
 from experiments.base import RunConfig
-from experiments.pipeline import Document, Pipeline, PlannedStep, agree_on, collect, read_steps
+from experiments.check_run import check_heads
+from experiments.pipeline import Document, Pipeline, PlannedStep, Samples, agree_on, collect, read_steps
 from experiments.runtime import run_runner
-from experiments.train_video_lm import check_heads, with_ranks
+from experiments.train_video_lm import with_ranks
 from mmcp.config import load
 from mmcp.generate import generate
 from mmcp.parallel.launch import launch
-from mmcp.parallel.mesh import build_mesh, process_group
+from mmcp.parallel.mesh import build_mesh, device_type_for, process_group
 from mmcp.report.outcome import Outcome
 from mmcp.report.run import write_run_report
 from mmcp.sequence import Segment, TokenSequence
@@ -92,15 +92,6 @@ def reference(sample: Sample) -> str:
     return "".join(item.text for item in items if item.kind == "text")
 
 
-class Samples(Protocol):
-    """What questions come from."""
-
-    def __len__(self) -> int: ...
-
-    def load(self, number: int) -> tuple[Sample, dict[str, Media]]:
-        """Return a sample and what is known of its media."""
-
-
 class Answering:
     """A model on this rank that answers the questions of some shards; use as a context manager, on every rank."""
 
@@ -111,19 +102,20 @@ class Answering:
 
     def __enter__(self) -> "Answering":
         with ExitStack() as stack:
-            self.mesh = build_mesh(self.settings.mesh, device=stack.enter_context(process_group("cpu")))
+            device = stack.enter_context(process_group(device_type_for(self.settings.parameter_dtype)))
+            self.mesh = build_mesh(self.settings.mesh, device=device)
             self.tokenizer = self.settings.tokenizer.build()
             vocabulary = self.tokenizer.vocab_size
             self.runner: StepRunner = run_runner(self.settings, self.mesh, vocabulary=vocabulary)
-            checkpoint.load(self.saved, model=self.runner.model)
+            checkpoint.load(self.saved, model=self.runner.model, group=self.mesh.world)
             self.pool = WorkerPool(self.settings.data.workers, self.settings.data.deadline_s)
             stack.callback(self.pool.close)
             self.pipeline = Pipeline(self.settings, self.tokenizer, self.shards, self.settings.planner(vocabulary))
             self.stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.stack.__exit__(*error)
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
 
     def answer_all(self) -> Iterator[tuple[Document, str | None]]:
         """Yield (document, answer) for every sample; the answer is None where a rank could not read it."""
@@ -172,7 +164,6 @@ def blanked(work: StepWork, runner: StepRunner) -> StepWork:
     arrays = {
         number: {unit: _blank(work.plan.rows[number], unit, runner) for unit in row}
         for number, row in work.arrays.items()
-        if number is not None
     }
     return replace(work, arrays=arrays)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from data_pipelines.decode_units import decode_units
 from data_pipelines.examine import Media
 from data_pipelines.loader import Job, Loaded, Loader
 from data_pipelines.manifest import Sample
+from data_pipelines.media import MediaError
 from data_pipelines.packing import pack_rows
 from data_pipelines.shards import ShardSet
 from data_pipelines.workers import WorkerError, WorkerPool
@@ -61,13 +63,22 @@ class UnitJob:
     """Numbers of the units in the row."""
 
 
+class Samples(Protocol):
+    """What samples come from: a ShardSet, or anything that answers like one."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, number: int) -> tuple[Sample, dict[str, Media]]:
+        """Return a sample and what is known of its media."""
+
+
 @dataclass(frozen=True, eq=False)
 class Pipeline:
     """Lays out samples, packs and plans them, and tells what one rank has to decode."""
 
     config: RunConfig
     tokenizer: Tokenizer
-    shards: ShardSet
+    shards: Samples
     planner: Planner
     bins: int = field(default=80)
     """Mel bands of the sound encoder."""
@@ -80,7 +91,10 @@ class Pipeline:
     def document(self, number: int) -> Document:
         """Lay out one sample. Raises ValueError naming it."""
         sample, media = self.shards.load(number)
-        sequence, report = build_sequence(sample, media, self.config.clip, rules=self.rules)
+        try:
+            sequence, report = build_sequence(sample, media, self.config.clip, rules=self.rules)
+        except MediaError as error:
+            raise ValueError(f"sample '{sample.id}': {error}") from None
         if not len(sequence.label_positions):
             raise ValueError(f"sample '{sample.id}' has no answer to train on; add an assistant's turn")
         notes = (*report.budget.reduced, *(f"{name}: no sound" for name in report.without_sound))
@@ -136,7 +150,7 @@ class Pipeline:
 
 def collect(loaded: Loaded[PlannedStep]) -> LoadedStep:
     """Sort a step's decoded units by row, and its failures by document."""
-    arrays: dict[int | None, dict[int, np.ndarray]] = {}
+    arrays: dict[int, dict[int, np.ndarray]] = {}
     faults: dict[tuple[int, int], str] = {}
     seconds, frames, notes = 0.0, 0, []
     for job, result in loaded.results:
@@ -174,10 +188,10 @@ def read_steps(
 
 
 def held_out_loss(pipeline: Pipeline, runner: StepRunner, pool: WorkerPool) -> float:
-    """Return the mean token loss over the first `data.held_out_samples` held-out samples; the same on every rank."""
+    """Return the mean token loss over `data.held_out_samples` held-out samples; the same on every rank."""
     data = pipeline.config.data
     held_out = replace(pipeline, shards=ShardSet.open(data.held_out))
-    numbers = range(min(len(held_out.shards), data.held_out_samples))
+    numbers = range(0, len(held_out.shards), -(-len(held_out.shards) // data.held_out_samples))
     batches = [numbers[i : i + data.documents_per_step] for i in range(0, len(numbers), data.documents_per_step)]
     loss, labels = 0.0, 0
     plan, steps = (lambda i: held_out.plan(batches[i])), range(len(batches))

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: unknown verb '{words[0]}'; {hint}", file=sys.stderr)
         return 2
     verb = VERBS[words[0]]
-    options = vars(_parser(verb).parse_intermixed_args(words[1:]))
+    options = vars(_parser(verb).parse_intermixed_args([_as_path(word) for word in words[1:]]))
     debug = options.pop("debug") or os.environ.get("MMCP_DEBUG", "0") not in ("", "0")
     try:
         return _run(verb, options)
@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+        if not _is_told_by_another(error):
+            print(f"error: {_one_line(error)}", file=sys.stderr)
         return 1
 
 
@@ -61,6 +62,19 @@ def _run(verb: Verb, options: dict) -> int:
         return 0
     outcome.show(as_json=as_json)
     return 0 if outcome.is_ok else 1
+
+
+def _as_path(word: str) -> str:
+    """Take a word with one leading dash for a file where there is such a file; options of verbs begin with two."""
+    is_file = word.startswith("-") and not word.startswith("--") and os.path.exists(word)
+    return os.path.join(os.curdir, word) if is_file else word
+
+
+def _is_told_by_another(error: Exception) -> bool:
+    """Whether rank 0 of the processes that torchrun started tells the same: what is wrong with a config."""
+    from mmcp.config import ConfigError
+
+    return isinstance(error, ConfigError) and os.environ.get("RANK", "0") != "0"
 
 
 def _one_line(error: Exception) -> str:
@@ -134,9 +148,11 @@ def _ask(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="a clip, a prepared sample, a run or a named workload")
-    parser.add_argument("--strategy", default="balanced", help="how tokens are shared out (default: balanced)")
-    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="ranks to plan for (default: 8)")
+    parser.add_argument("source", metavar="SOURCE", help="a clip, a manifest (.jsonl), a folder of shards, or a run")
+    parser.add_argument("--config", type=Path, metavar="CONFIG", help="YAML file of the model and its token budget")
+    parser.add_argument("--sample", type=int, metavar="N", help="which sample of SOURCE, from 0")
+    parser.add_argument("--ranks", type=int, metavar="N", help="context-parallel ranks (default: the config's)")
+    parser.add_argument("--strategy", metavar="NAME", help="how tokens are shared out (default: the config's)")
     parser.add_argument("--compare", action="store_true", help="plan with every strategy")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page that works offline")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also write a figure")
@@ -145,6 +161,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 def _verify(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
+    parser.add_argument("--synthetic", action="store_true", help="draw rows and media instead of reading data.train")
     _add_ranks(parser)
     _add_json(parser)
 

@@ -49,7 +49,8 @@ def split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> tuple[HeadShar
     if ranks > num_heads:
         raise ValueError(
             f"ulysses={ranks} ranks for {num_heads} query heads ({num_kv_heads} key-value heads): some rank would get "
-            f"no head; use ulysses at most {num_heads} and put the other ranks on the ring axis"
+            f"no head; use ulysses at most {num_heads} and put the other ranks on the ring axis, in a mode that "
+            "crosses it"
         )
     group = num_heads // num_kv_heads
     shares = []
@@ -105,6 +106,9 @@ class Attention(nn.Module, ABC):
     """What `forward` takes, in the order in which it is exchanged between ranks."""
     out_dim: int
     """Size of a head of the output."""
+
+    def check(self, mask: Mask) -> None:
+        """Raise ValueError for a mask that this variant would ignore; by default none."""
 
     @abstractmethod
     def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
@@ -169,6 +173,15 @@ class RecurrentAttention(Attention):
     transition_dim: tuple[int, ...]
     """Size of the transition of one query head: () scales the state, (d_k, d_k) multiplies it from the left."""
 
+    def check(self, mask: Mask) -> None:
+        """Raise ValueError for tokens that attend both ways: a state is read in order."""
+        if len(mask.blocks):
+            start, stop = mask.blocks[0].tolist()
+            raise ValueError(
+                f"linear attention reads in order, but tokens {start} to {stop - 1} attend both ways; let all segments "
+                "attend 'causal', or use softmax in every layer"
+            )
+
     def prepare(
         self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, runs: Ranges, halo: dict[str, Tensor]
     ) -> dict[str, Tensor]:
@@ -202,6 +215,7 @@ class RecurrentAttention(Attention):
 
     def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
         """Attend to the whole row, as one run."""
+        self.check(info.mask)
         first, s = inputs[self.tensors[0].name], info.mask.num_tokens
         assert len(first) == s, f"{len(first)} tokens in a row of {s}"
         runs = ((0, s),) if s else ()

@@ -70,12 +70,8 @@ class Runs:
 
 
 def runs_of(info: RowInfo, runs: Ranges, size: int, tokens: Tensor) -> Runs:
-    """Cut the runs that `tokens` [n, ...] belong to into chunks of `size`; layers of one chunk size share the result.
-
-    Raises ValueError for a mask under which some tokens attend both ways, which no recurrence can follow.
-    """
+    """Cut the runs that `tokens` [n, ...] belong to into chunks of `size`; equal layers share the result."""
     assert len(tokens) == num_tokens(runs), f"{len(tokens)} tokens in runs of {num_tokens(runs)}"
-    check_causal(info.mask)
     on_gpu = uses_fla(tokens)
     key = ("chunks", size, runs, on_gpu)
     if key not in info.memo:
@@ -116,16 +112,6 @@ def _run_groups(
         tensors = (torch.from_numpy(x).to(device) for x in arrays)
         groups.append(Group(offset + first * size, offset + stop, size, *tensors))
     return tuple(groups)
-
-
-def check_causal(mask: Mask) -> None:
-    """Raise ValueError for a mask under which some tokens attend both ways, which no recurrence can follow."""
-    if len(mask.blocks):
-        start, stop = mask.blocks[0].tolist()
-        raise ValueError(
-            f"linear attention reads in order, but tokens {start} to {stop - 1} attend both ways; let all segments "
-            "attend 'causal', or use softmax in every layer"
-        )
 
 
 def decayed_attention(

@@ -26,7 +26,7 @@ from mmcp.attention.base import (
     check_chunks,
 )
 from mmcp.attention.blocks import by_blocks
-from mmcp.attention.chunks import check_causal, runs_of
+from mmcp.attention.chunks import runs_of
 from mmcp.attention.delta_chunks import NORM_EPS, gated_delta, gated_delta_state
 from mmcp.attention.short_convolution import edges_of, short_convolution
 from mmcp.config import config
@@ -203,7 +203,7 @@ class GatedDelta(RecurrentAttention):
 
     def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
         """Run `reference` with this layer's parameters."""
-        check_causal(mask)
+        self.check(mask)
         exact = {name: x.double() for name, x in inputs.items()}
         filters = {name: self.filters[name][_present(heads, owner)] for name, owner in CONVOLVED.items()}
         out = reference(exact | self._gates(exact, heads), mask, heads, filters)

@@ -27,7 +27,7 @@ from mmcp.attention.base import (
     check_chunks,
 )
 from mmcp.attention.blocks import by_blocks
-from mmcp.attention.chunks import check_causal, decayed_attention, decayed_state, run_decay, runs_of
+from mmcp.attention.chunks import decayed_attention, decayed_state, run_decay, runs_of
 from mmcp.config import config
 from mmcp.masks import Mask
 from mmcp.sharding.ranges import Ranges
@@ -160,7 +160,7 @@ class Kernelised(RecurrentAttention):
 
     def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
         """Run `reference` with this layer's features."""
-        check_causal(mask)
+        self.check(mask)
         return reference(inputs, mask, heads, self.feature)
 
 

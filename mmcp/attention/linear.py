@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmcp.attention.base import ATTENTION, HeadShape, HeadShare, HeadTensor, RecurrentAttention, RowInfo, check_chunks
 from mmcp.attention.blocks import by_blocks
-from mmcp.attention.chunks import check_causal, decayed_attention, decayed_state, run_decay, runs_of
+from mmcp.attention.chunks import decayed_attention, decayed_state, run_decay, runs_of
 from mmcp.config import config
 from mmcp.masks import Mask
 from mmcp.sharding.ranges import Ranges
@@ -165,7 +165,7 @@ class Linear(RecurrentAttention):
 
     def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
         """Run `reference` with this layer's decays."""
-        check_causal(mask)
+        self.check(mask)
         return reference(inputs, mask, heads, settings=self.settings, num_heads=self.num_heads)
 
 

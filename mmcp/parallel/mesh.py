@@ -1,6 +1,7 @@
 """The ranks of a run, arranged along four axes: dp_replicate, dp_shard, ring, ulysses (innermost)."""
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,6 +110,15 @@ def build_mesh(mesh_config: MeshConfig, *, device: torch.device = CPU, timeout: 
         name: _group(name, _lines(mesh_config.shape, axes), rank, recorders, timeout) for name, axes in members.items()
     }
     return Mesh(config=mesh_config, rank=rank, device=device, **groups)
+
+
+def device_type_for(dtype: torch.dtype) -> str:
+    """Choose where ranks compute: `cuda` where there is a device for every local rank, `cpu` otherwise.
+
+    float64 always runs on the CPU: no attention kernel of a GPU computes it.
+    """
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "cuda" if dtype != torch.float64 and torch.cuda.device_count() >= local_ranks else "cpu"
 
 
 @contextmanager

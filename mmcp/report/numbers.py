@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import TypeGuard
 
 import numpy as np
 
@@ -40,6 +41,6 @@ def decimate(x: np.ndarray, y: np.ndarray, limit: int = 2000) -> tuple[np.ndarra
     return x[index], y[index]
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Whether a value read from JSON is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

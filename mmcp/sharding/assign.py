@@ -5,24 +5,37 @@ one span. Where they do not (resolution that follows the scene: dear units, chea
 their spans until decoding, encoding and memory are even at once. Integers throughout, ties by index.
 """
 
+from itertools import product
+
 import numpy as np
 
 from mmcp.sharding.cost import RowCosts
+from mmcp.sharding.evenness import Evenness
+from mmcp.sharding.exchange import Exchange
 from mmcp.sharding.ranges import even_bounds
 
-SCALE = 1 << 20  # the mean load of a rank, in every cost, after scaling
-TOLERANCE = SCALE // 64  # a load is even when at most this much above the mean
-CHUNKS_PER_RANK = (8, 32)  # coarse exchanges first: fewer, larger moves
-CANDIDATES = 64  # ranks considered as partners of the one exchange
+CHUNKINGS = ((0, True), (12, True), (16, False))
+"""What is tried in turn: chunks per rank (0: whole streams), and whether chunks keep groups of pictures whole."""
+FEW_MOVES = 256
+"""Rows with at most this many (unit, rank) pairs are improved unit by unit at the end."""
 
 
 def assign_units(costs: RowCosts, num_ranks: int) -> np.ndarray:
     """Return [u] int64: the rank of each unit."""
-    ranks = _cut(costs, num_ranks)
-    for chunks_per_rank in CHUNKS_PER_RANK:
-        if num_ranks > 1 and _uneven(costs, ranks, num_ranks):
-            ranks = _exchange(costs, ranks, num_ranks, chunks_per_rank)
-    return ranks
+    home = best = _cut(costs, num_ranks)
+    if num_ranks == 1 or not costs.num_units:
+        return home
+    evenness = Evenness(costs, num_ranks)
+    least = evenness.score(best)
+    for chunks_per_rank, is_whole in CHUNKINGS:
+        if least[1] == 0:
+            return best
+        chunks = _chunks(costs, num_ranks, chunks_per_rank, is_whole=is_whole)
+        ranks = _exchange(evenness, chunks, home)
+        score = evenness.score(ranks)
+        if score < least:
+            best, least = ranks, score
+    return _polish(evenness, best) if costs.num_units * num_ranks <= FEW_MOVES else best
 
 
 def cut_costs(costs: RowCosts) -> np.ndarray:
@@ -31,42 +44,45 @@ def cut_costs(costs: RowCosts) -> np.ndarray:
     A clip with key frames at 0 and 10, its units showing frames 0, 5, 10: cutting before the second decodes frames
     0..4 twice, cutting before the third nothing.
     """
-    price = np.zeros(costs.num_units + 1, dtype=np.int64)
     order = np.argsort(costs.streams, kind="stable")
-    before, after = order[:-1], order[1:]
-    same = costs.streams[before] == costs.streams[after]
-    before, after = before[same], after[same]
-    starts = np.maximum(costs.spans[before, 0], costs.spans[after, 0])
-    shared = np.maximum(np.minimum(costs.spans[before, 1], costs.spans[after, 1]) - starts, 0)
-    np.add.at(price, before + 1, shared * costs.frame_ns[after])
-    np.add.at(price, after + 1, -shared * costs.frame_ns[after])
+    shared = _shared(costs, order)
+    price = np.zeros(costs.num_units + 1, dtype=np.int64)
+    np.add.at(price, order[:-1] + 1, shared[1:])
+    np.add.at(price, order[1:] + 1, -shared[1:])
     return np.cumsum(price)
+
+
+def _shared(costs: RowCosts, order: np.ndarray) -> np.ndarray:
+    """Decoding, in nanoseconds, that each unit shares with the unit before it in `order`; 0 between streams."""
+    shared = np.zeros(len(order), dtype=np.int64)
+    before, after = order[:-1], order[1:]
+    starts = np.maximum(costs.spans[before, 0], costs.spans[after, 0])
+    frames = np.maximum(np.minimum(costs.spans[before, 1], costs.spans[after, 1]) - starts, 0)
+    shared[1:] = np.where(costs.streams[before] == costs.streams[after], frames * costs.frame_ns[after], 0)
+    return shared
 
 
 def _cut(costs: RowCosts, num_ranks: int) -> np.ndarray:
     """Cut the units, in token order, into one run per rank of about equal encoding (or decoding, where that is 0)."""
-    weight = _running(_leading_cost(costs))
-    total = int(weight[-1])
-    cuts = _snap(costs, weight, parts=num_ranks, slack=total // num_ranks // 100)
-    lengths = np.diff(cuts, prepend=0, append=costs.num_units)
-    return np.repeat(np.arange(num_ranks), lengths)
+    weight = _running(costs.flops if costs.flops.any() else np.maximum(costs.output_ns, 1))
+    slack = int(weight[-1]) // num_ranks // 100
+    cuts = _snap(weight, _cheap(costs, cut_costs(costs), num_ranks), parts=num_ranks, slack=slack)
+    return np.repeat(np.arange(num_ranks), np.diff(cuts, prepend=0, append=costs.num_units))
 
 
-def _leading_cost(costs: RowCosts) -> np.ndarray:
-    if costs.flops.any():
-        return costs.flops
-    return np.maximum(_alone(costs, np.arange(costs.num_units))[:, 1], 1)
+def _cheap(costs: RowCosts, prices: np.ndarray, parts: int) -> np.ndarray:
+    """Places where a cut costs at most a hundredth of an even share of decoding."""
+    return np.flatnonzero(prices <= costs.least_decoding[0] // (100 * parts))
 
 
-def _snap(costs: RowCosts, weight: np.ndarray, *, parts: int, slack: int) -> np.ndarray:
-    """Cut into parts as equal as units allow; up to `slack` off where that saves decoding frames twice.
+def _snap(weight: np.ndarray, cheap: np.ndarray, *, parts: int, slack: int) -> np.ndarray:
+    """Cut into parts as equal as units allow; up to `slack` off where a cheap place is that near.
 
     weight: [u + 1] int64, ascending  the weight before each unit, then the total
     returns [parts - 1] int64, ascending: the unit before which each cut goes
     """
     targets = np.array(even_bounds(int(weight[-1]), parts)[1:-1], dtype=np.int64)
     nearest = _nearest(weight, targets)
-    cheap = np.flatnonzero(cut_costs(costs) <= costs.least_decoding[0] // (100 * parts))
     cheap = cheap[_nearest(weight[cheap], targets)]
     return np.maximum.accumulate(np.where(np.abs(weight[cheap] - targets) <= slack, cheap, nearest))
 
@@ -82,95 +98,46 @@ def _running(weights: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(weights)])
 
 
-def _alone(costs: RowCosts, chunks: np.ndarray) -> np.ndarray:
-    """Costs of each chunk by itself: [chunks, 3] int64 encoding FLOPs, decoding nanoseconds, bytes.
+def _chunks(costs: RowCosts, num_ranks: int, chunks_per_rank: int, *, is_whole: bool) -> np.ndarray:
+    """Number the units [u] by chunk: runs of one stream, of about equal cost.
 
-    chunks: [u] int64  the chunk of each unit, 0, 1, ...
+    is_whole: cut only where no frame is decoded twice, however uneven the chunks
     """
-    number = int(chunks.max(initial=-1)) + 1
-    table = np.zeros((number, 3), dtype=np.int64)
-    np.add.at(table[:, 0], chunks, costs.flops)
-    table[:, 1] = costs.decoding(np.arange(costs.num_units), chunks, number)[0]
-    np.add.at(table[:, 2], chunks, costs.bytes)
-    return table
-
-
-def _scaled(table: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Scale each column so that an even share of it is SCALE; a column without work stays 0."""
-    totals = table.sum(axis=0)
-    coarse = np.maximum(totals >> 30, 1)  # keeps the product below in 64 bits
-    return table // coarse * (num_ranks * SCALE) // np.maximum(totals // coarse, 1)
-
-
-def _uneven(costs: RowCosts, ranks: np.ndarray, num_ranks: int) -> bool:
-    return bool((_scaled(_alone(costs, ranks), num_ranks) > SCALE + TOLERANCE).any())
-
-
-def _exchange(costs: RowCosts, ranks: np.ndarray, num_ranks: int, chunks_per_rank: int) -> np.ndarray:
-    """Exchange chunks between ranks while that brings an overloaded one nearer to its share."""
-    chunks = _chunks(costs, ranks, num_ranks * chunks_per_rank)
-    first = np.flatnonzero(np.diff(chunks, prepend=-1))
-    return Exchange(_scaled(_alone(costs, chunks), num_ranks), ranks[first], num_ranks).run()[chunks]
-
-
-def _chunks(costs: RowCosts, ranks: np.ndarray, number: int) -> np.ndarray:
-    """Number the units [u] by chunk: about `number` chunks of equal cost that keep to one rank each."""
-    weight = _running(_scaled(_alone(costs, np.arange(costs.num_units)), 1).sum(axis=1))
-    total = int(weight[-1])
-    cuts = _snap(costs, weight, parts=number, slack=total // number // 2)
-    starts = np.diff(ranks, prepend=-1) != 0
+    order = np.argsort(costs.streams, kind="stable")
+    shared = _shared(costs, order)
+    frames = costs.spans[order, 1] - costs.spans[order, 0]
+    decoding = costs.output_ns[order] + np.maximum(frames * costs.frame_ns[order] - shared, 0)
+    table = Evenness(costs, 1).scale(np.stack([costs.flops[order], decoding, costs.bytes[order]], axis=1))
+    weight = _running(table.sum(axis=1))
+    parts = max(1, num_ranks * chunks_per_rank)
+    slack = int(weight[-1]) if is_whole else int(weight[-1]) // parts // 2
+    cuts = _snap(weight, _cheap(costs, np.append(shared, 0), num_ranks), parts=parts, slack=slack)
+    starts = np.diff(costs.streams[order], prepend=-1) != 0
     starts[cuts[cuts < len(starts)]] = True
-    return np.cumsum(starts) - 1
+    chunks = np.empty_like(order)
+    chunks[order] = np.cumsum(starts) - 1
+    return chunks
 
 
-class Exchange:
-    """Chunks on ranks, exchanged to lower the sum over ranks and costs of squared load above the target."""
+def _exchange(evenness: Evenness, chunks: np.ndarray, home: np.ndarray) -> np.ndarray:
+    """Start each chunk on the rank of its middle unit and exchange chunks; return the rank of each unit."""
+    units = np.argsort(chunks, kind="stable")
+    counts = np.bincount(chunks)
+    middle = units[np.cumsum(counts) - counts + counts // 2]
+    weights = evenness.loads(chunks)
+    return Exchange(weights, home[middle], evenness.num_ranks, even=evenness.even).run()[chunks]
 
-    def __init__(self, weights: np.ndarray, owners: np.ndarray, num_ranks: int):
-        """weights: [chunks, costs] int64, scaled; owners: [chunks] int64."""
-        self.weights, self.owners = weights, owners.copy()
-        self.target = np.maximum(SCALE + TOLERANCE, weights.max(axis=0, initial=0))
-        self.loads = np.zeros((num_ranks, weights.shape[1]), dtype=np.int64)
-        np.add.at(self.loads, owners, weights)
 
-    def run(self) -> np.ndarray:
-        """Exchange until no rank above its target gains by it; return [chunks] owners."""
-        stuck = np.zeros(len(self.loads), dtype=bool)
-        while True:
-            excess = np.where(stuck[:, None], 0, self.loads - self.target)
-            worst, cost = np.unravel_index(int(excess.argmax()), excess.shape)
-            if excess[worst, cost] <= 0:
-                return self.owners
-            partner = self._improve(int(worst), int(cost))
-            stuck[[worst, partner]] = partner == worst
-
-    def _improve(self, rank: int, cost: int) -> int:
-        """Make the best exchange of one chunk of `rank` for one chunk, or none, of another; return that rank.
-
-        Returns `rank` itself when no exchange helps.
-        """
-        partners = np.argsort(self.loads[:, cost], kind="stable")
-        partners = partners[partners != rank][:CANDIDATES]
-        is_partner = np.zeros(len(self.loads), dtype=bool)
-        is_partner[partners] = True
-        mine, theirs = np.flatnonzero(self.owners == rank), np.flatnonzero(is_partner[self.owners])
-        others = np.concatenate([self.owners[theirs], partners])
-        returned = np.concatenate([self.weights[theirs], np.zeros((len(partners), self.weights.shape[1]), np.int64)])
-        moved = self.weights[mine][:, None] - returned[None]  # [mine, theirs + partners, costs]
-        gain = self._badness(self.loads[rank]) + self._badness(self.loads[others])
-        gain = gain - self._badness(self.loads[rank] - moved) - self._badness(self.loads[others] + moved)
-        best, back = np.unravel_index(int(gain.argmax()), gain.shape)
-        if gain[best, back] <= 0:
-            return rank
-        self._move(mine[best], int(others[back]))
-        if back < len(theirs):
-            self._move(theirs[back], rank)
-        return int(others[back])
-
-    def _badness(self, loads: np.ndarray) -> np.ndarray:
-        return np.square(np.maximum(loads - self.target, 0)).sum(axis=-1)
-
-    def _move(self, chunk: int, rank: int) -> None:
-        self.loads[self.owners[chunk]] -= self.weights[chunk]
-        self.loads[rank] += self.weights[chunk]
-        self.owners[chunk] = rank
+def _polish(evenness: Evenness, ranks: np.ndarray) -> np.ndarray:
+    """Move single units, at what each move truly costs, while one helps: in a row of few units seeks weigh much."""
+    best, least = ranks, evenness.score(ranks)
+    improved = True
+    while improved and least[1]:
+        improved = False
+        for unit, rank in product(range(len(ranks)), range(evenness.num_ranks)):
+            moved = best.copy()
+            moved[unit] = rank
+            score = evenness.score(moved)
+            if score < least:
+                best, least, improved = moved, score, True
+    return best

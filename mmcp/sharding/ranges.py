@@ -10,9 +10,11 @@ Ranges = tuple[tuple[int, int], ...]
 
 def as_ranges(indices: Iterable[int] | np.ndarray) -> Ranges:
     """Compress distinct integers, in any order: [3, 0, 1, 2, 7] -> ((0, 4), (7, 8))."""
-    ordered = np.unique(np.asarray(list(indices) if not isinstance(indices, np.ndarray) else indices, dtype=np.int64))
+    ordered = np.asarray(list(indices) if not isinstance(indices, np.ndarray) else indices, dtype=np.int64)
     if not len(ordered):
         return ()
+    if (np.diff(ordered) <= 0).any():
+        ordered = np.sort(ordered)
     breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
     starts = ordered[np.concatenate([[0], breaks])]
     stops = ordered[np.concatenate([breaks - 1, [len(ordered) - 1]])] + 1
@@ -97,7 +99,9 @@ def pieces(parts: Sequence[Ranges]) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return starts, stops, owners
 
 
-def overlapping(starts: np.ndarray, stops: np.ndarray, lows: np.ndarray, highs: np.ndarray):
+def overlapping(
+    starts: np.ndarray, stops: np.ndarray, lows: np.ndarray, highs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Pair intervals with the pieces they meet: [pairs] interval numbers and [pairs] piece numbers, both ascending.
 
     Pieces starts[i]..stops[i] ascend without overlap; interval i is lows[i]..highs[i].

@@ -14,29 +14,43 @@ import torch
 
 from mmcp.config import dump
 
+PROBE = ".writable"  # prefix of a file that is made to see whether a folder can be written
 
-def open_run_folder(path: str | Path, *, resume: bool) -> Path:
-    """Return the absolute path of a folder that can be written; make it for a new run.
+
+def check_run_folder(path: str | Path, *, resume: bool) -> Path:
+    """Return the absolute path of a run's folder, without making it.
 
     Raises ValueError when a new run's folder already holds files, a resumed run's is not there, or nothing can be
-    written into it.
+    written into it or into the folder that it would be made in.
     """
     folder = Path(path).resolve()
     if resume and not folder.is_dir():
         raise ValueError(f"no run to resume: '{path}' (looked for the folder {folder}); check the path or start anew")
     try:
-        if not resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not resume and folder.exists() and (not folder.is_dir() or _holds_files(folder)):
             raise ValueError(
                 f"run folder '{path}' already exists ({folder}); name another, delete it, or resume the run in it"
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable"):
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        with tempfile.NamedTemporaryFile(dir=existing, prefix=PROBE):
             pass
     except OSError as error:
         raise ValueError(
             f"run folder '{path}' cannot be written ({folder}: {error.strerror}); name a folder you may write to"
         ) from None
     return folder
+
+
+def open_run_folder(path: str | Path, *, resume: bool) -> Path:
+    """Return the absolute path of a run's folder, made if it is not there. Raises as `check_run_folder` does."""
+    folder = check_run_folder(path, resume=resume)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _holds_files(folder: Path) -> bool:
+    """Whether there is anything in a folder but the probe of another rank."""
+    return any(not entry.name.startswith(PROBE) for entry in folder.iterdir())
 
 
 def write_setup(folder: Path, config: Any) -> None:

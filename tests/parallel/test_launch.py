@@ -16,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmcp.parallel.agree import any_rank, raise_together
+from mmcp.parallel.collectives import agree, all_reduce
 from mmcp.parallel.launch import RankError, launch
 from mmcp.parallel.stop import StopRequest
+from tests.parallel.cases import whole_group
 
 RANKS = 2
 
@@ -55,11 +56,12 @@ def fail(how: str, folder: str) -> None:
 def stop_when_asked(folder: str, unwilling: str) -> str:
     """Step until asked to stop, agreeing on the step; an unwilling rank never looks."""
     dist.init_process_group("gloo")
+    group = whole_group()
     with StopRequest() as stop:
         for step in range(10_000):
             Path(folder, f"{dist.get_rank()}.pids").write_text(f"{os.getpid()}")
             time.sleep(0.01)
-            if not unwilling and any_rank(stop.is_set()):
+            if not unwilling and all_reduce(torch.tensor(int(stop.is_set())), "max", group=group, name="stop"):
                 Path(folder, f"{dist.get_rank()}.stopped").write_text(str(step))
                 dist.destroy_process_group()
                 return f"stopped at step {step}"
@@ -68,8 +70,8 @@ def stop_when_asked(folder: str, unwilling: str) -> str:
 
 def disagree() -> None:
     dist.init_process_group("gloo")
-    raise_together(None)
-    raise_together(ValueError("disk full: 3 bytes left") if dist.get_rank() == 1 else None)
+    agree(None, group=whole_group())
+    agree(ValueError("disk full: 3 bytes left") if dist.get_rank() == 1 else None, group=whole_group())
 
 
 @pytest.fixture
@@ -78,8 +80,9 @@ def run_in_child(tmp_path):
     started: list[subprocess.Popen] = []
 
     def start(*arguments: str) -> subprocess.Popen:
-        command = [sys.executable, __file__, *arguments]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        command = [sys.executable, "-m", "tests.parallel.test_launch", *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, cwd=Path(__file__).parents[2], **pipes))
         return started[-1]
 
     yield start

@@ -24,6 +24,7 @@ from mmcp.report.terminal import COLUMNS, balance_table
 from mmcp.sequence import Segment, TokenSequence
 from mmcp.sharding.balance import balance, inspect_record
 from mmcp.sharding.cost import row_costs
+from mmcp.sharding.step import plan_step
 from mmcp.sharding.strategies import STRATEGIES
 from tests.sharding.rows import MODEL, media_units
 
@@ -76,10 +77,10 @@ class Page(HTMLParser):
 
 
 def is_blank(path):
-    """Whether the middle of a figure (inside its axes) is all of one colour."""
+    """Whether the middle of a figure (inside its axes) has nothing darker or more coloured than grid lines."""
     height, width, _ = (image := imread(path)).shape
-    inside = image[height // 5 : -height // 5, width // 5 : -width // 5, :3]
-    return bool((inside == inside[0, 0]).all())
+    inside = image[height // 10 : -height // 6, width // 5 : -width // 5, :3]
+    return bool(inside.min() > 0.6)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 64, 200])
@@ -154,7 +155,8 @@ def write_run(folder: Path, *, steps, tasks, with_plan):
         (folder / "eval.json").write_text(json.dumps({"tasks": tasks, "checkpoint": "x", "ranks": 2}))
     if with_plan:
         plan, record = planned(2)
-        (folder / "plan.json").write_text(plan.to_json())
+        step = plan_step([ROW], groups=1, plan_row=lambda row: plan, cost=lambda row: row.num_tokens)
+        (folder / "plan.json").write_text(step.to_json())
         (folder / "inspect.json").write_text(json.dumps(record))
 
 
@@ -166,7 +168,7 @@ RUNS = {
     "missing series": ([{"step": 0}, {"step": 1, "loss": 1.0}], {}, True),
     "not a number": ([{**STEP, "step": step, "loss": NAN} for step in range(4)], TASKS, False),
     "constant": ([{**STEP, "step": step} for step in range(30)], TASKS, True),
-    "long": ([{"step": step, "loss": 1 / (step + 1)} for step in range(100_000)], TASKS, True),
+    "long": ([{"step": step, "loss": 2 + np.cos(step / 9000)} for step in range(100_000)], TASKS, True),
 }
 
 

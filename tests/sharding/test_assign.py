@@ -1,0 +1,84 @@
+"""Units assigned to ranks, against every possible assignment of small rows; and cuts against frames counted by hand.
+
+Run: python -m pytest tests/sharding/test_assign.py
+"""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+
+from mmcp.sequence import Segment, TokenSequence
+from mmcp.sharding.assign import assign_units, cut_costs
+from mmcp.sharding.balance import balance
+from mmcp.sharding.cost import Rates, row_costs
+from mmcp.sharding.strategies import STRATEGIES
+from tests.sharding.rows import MODEL, media_units
+
+SEEKS_DECIDE = (211, 359, 409, 632)  # rows on which chunks priced apart mislead by more than 3 percent
+FRAME_NS = 16 * 16 * Rates().decode_ns_per_megapixel // 10**6
+
+
+def small_row(draw):
+    """Draw up to four segments of at most three units each, and a model whose encoder is cheap or dear."""
+    segments = []
+    for number in range(draw.integers(1, 5)):
+        kind = ("image", "video", "audio", "text")[draw.integers(4)]
+        if kind == "text":
+            segments.append(Segment(kind="text", ids=(1,) * int(draw.integers(1, 20)), loss=bool(draw.integers(2))))
+        else:
+            grain, group = int(draw.integers(1, 4)), int(draw.integers(1, 4))
+            units = media_units(kind, int(draw.integers(1, 4)), grain=grain, group=group)
+            segments.append(Segment(kind=kind, source=f"{number}.mp4", units=units))
+    model = replace(MODEL, rates=Rates(flops_per_second=int(10 ** draw.uniform(5, 9))))
+    return TokenSequence(tuple(segments)), model
+
+
+def step_ns(costs, ranks, num_ranks, *, rest):
+    """Step time of an assignment, `rest` being the compute stages that it does not change."""
+    decode, _ = costs.decoding(np.arange(costs.num_units), ranks, num_ranks)
+    flops = np.zeros(num_ranks, dtype=np.int64)
+    np.add.at(flops, ranks, costs.flops)
+    return max(int(decode.max()), costs.model.ns(int(flops.max())) + rest)
+
+
+def test_small_rows_are_within_3_percent_of_the_best_assignment():
+    num_rows = 0
+    for seed in (*range(150), *SEEKS_DECIDE):
+        draw = np.random.default_rng(seed)
+        (sequence, model), num_ranks = small_row(draw), int(draw.integers(2, 4))
+        costs = row_costs(sequence, model)
+        if costs.num_units > 6:
+            continue
+        plan = STRATEGIES["balanced"](sequence, (1, num_ranks), costs)
+        result = balance(sequence, plan, costs)
+        stages = (result.linear_flops, result.attention_flops, [rows * model.label_flops for rows in result.label_rows])
+        rest = sum(model.ns(max(stage)) for stage in stages)
+        all_ranks = product(range(num_ranks), repeat=costs.num_units)
+        best = min(step_ns(costs, np.array(ranks, dtype=np.int64), num_ranks, rest=rest) for ranks in all_ranks)
+        assert result.step_ns <= 1.03 * best, f"seed {seed}: {plan.encode}"
+        num_rows += 1
+    assert num_rows > 100
+
+
+def test_cut_costs_count_the_frames_both_sides_decode():
+    clip = Segment(kind="video", source="a", units=media_units("video", 5, group=2))  # keys at 0, 6, 12; shown 0, 3, ..
+    costs = row_costs(TokenSequence((clip,)), MODEL)
+    assert costs.spans.tolist() == [[0, 1], [0, 4], [6, 7], [6, 10], [12, 13]]
+    assert (cut_costs(costs) // FRAME_NS).tolist() == [0, 1, 0, 1, 0, 0]
+
+
+def test_a_cut_through_two_streams_costs_both():
+    clips = tuple(Segment(kind="video", source=name, units=media_units("video", 1)) for name in "abab")
+    units = media_units("video", 2, group=2)
+    row = TokenSequence(
+        tuple(replace(clip, units=(units[number // 2],)) for number, clip in enumerate(clips))  # a0 b0 a1 b1
+    )
+    assert (cut_costs(row_costs(row, MODEL)) // FRAME_NS).tolist() == [0, 1, 2, 1, 0]
+
+
+def test_a_steady_clip_is_cut_into_one_span_a_rank():
+    clip = Segment(kind="video", source="a", units=media_units("video", 96, group=8))
+    ranks = assign_units(row_costs(TokenSequence((clip,)), MODEL), 4)
+    assert ranks.tolist() == sorted(ranks.tolist())
+    assert np.bincount(ranks).tolist() == [24, 24, 24, 24]
