@@ -27,7 +27,6 @@ from av.video.reformatter import VideoReformatter
 
 Split = Literal["train", "heldout"]
 
-TASKS = ("color", "tone", "order", "when", "text")
 MEDIA_TASKS = ("color", "tone", "order", "when")
 
 # Six corners of the RGB cube; their names start with different letters.

@@ -2,7 +2,7 @@
 
 Question: softmax, linear, or a mix of both, on the same clips, tokens, steps and seeds.
 Run:      mmcp ablate experiments/configs/ablate.yaml [--ranks 2] [key=value ...]
-Smoke:    mmcp ablate experiments/configs/ablate.yaml smoke=true          (CPU, about a minute)
+Smoke:    mmcp ablate experiments/configs/ablate.yaml smoke=true          (two CPU cores, a minute or two)
 Expect:   linear layers lose on order and time, where one place of the clip has to be found; the mix loses little.
 Result:   experiments/LOG.md, entry "ablate attention"; the folder's table.md, table.csv, table.json, loss.png and
           accuracy.png, over ordinary run folders VARIANT/seed_K. What is finished there is not run again.
@@ -17,14 +17,15 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from data_pipelines.prepare import prepare
 from data_pipelines.synthetic import SyntheticConfig
 from experiments import evaluate
 from experiments.base import RunConfig
 from experiments.check_run import check
 from experiments.compare_runs import compare, tables, write_comparison
-from experiments.demo import prepare_data, write_data
+from experiments.demo import write_data
 from experiments.train_video_lm import train, with_ranks
-from experiments.watch import Watch
+from experiments.watch import watch
 from mmcp.attention import AttentionConfig
 from mmcp.config import config, dump, load
 from mmcp.parallel.launch import launch
@@ -32,7 +33,7 @@ from mmcp.report.outcome import Outcome
 from mmcp.training import checkpoint
 from mmcp.training.run_folder import open_run_folder
 
-SMOKE_CLIPS = SyntheticConfig(train_clips=12, heldout_clips=6, train_text_documents=2, heldout_text_questions=6)
+SMOKE_CLIPS = SyntheticConfig(train_clips=6, heldout_clips=2, train_text_documents=1, heldout_text_questions=2)
 
 
 @config
@@ -52,7 +53,7 @@ class AblateConfig:
     steps: PositiveInt
     """Of each run; the same samples in the same order for all variants of a seed."""
     smoke: bool = False
-    """Four steps of two seeds on a few clips that are written for it, in FOLDER_smoke."""
+    """Two steps of two seeds on a few clips that are written for it, in FOLDER_smoke."""
 
     def __post_init__(self):
         for name, pattern in self.variants.items():
@@ -68,8 +69,7 @@ def run(config: Path, overrides: Sequence[str] = (), *, ranks: int | None = None
     settings = smoke_settings(settings) if settings.smoke else settings
     base = with_ranks(load(RunConfig, settings.base, settings.changes), ranks)
     if settings.smoke:
-        write_data(Path(base.data.train).parent, SMOKE_CLIPS)
-        prepare_data(Path(base.data.train).parent, base)
+        write_smoke_data(base)
     if not base.data.held_out:
         raise ValueError(f"{settings.base}: data.held_out is empty; name shards to compare the variants on")
     runs = {
@@ -92,7 +92,16 @@ def smoke_settings(settings: AblateConfig) -> AblateConfig:
     folder = f"{settings.folder}_smoke"
     data = (f"data.train={folder}/data/train", f"data.held_out={folder}/data/heldout", "data.held_out_samples=8")
     changes = (*settings.changes, *data, "optim.warmup_steps=1")
-    return replace(settings, folder=folder, changes=changes, seeds=(0, 1), steps=4)
+    return replace(settings, folder=folder, changes=changes, seeds=(0, 1), steps=2)
+
+
+def write_smoke_data(base: RunConfig) -> None:
+    """Write and prepare a few clips, unless they are there."""
+    folder = Path(base.data.train).parent
+    write_data(folder, SMOKE_CLIPS)
+    for manifest, shards in (("train.jsonl", base.data.train), ("heldout.jsonl", base.data.held_out)):
+        if not (Path(shards) / "index.json").is_file():
+            prepare(folder / manifest, shards, strict=True)
 
 
 def run_config(settings: AblateConfig, base: RunConfig, variant: str, seed: int) -> RunConfig:
@@ -123,5 +132,5 @@ def run_once(settings: RunConfig) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         open_run_folder(folder, resume=False)
     if saved is None or checkpoint.read_state(saved)["step"] < settings.optim.total_steps:
-        launch(train, settings.mesh.world, settings, folder.resolve(), saved is not None, partial(Watch, folder=folder))
+        launch(train, settings.mesh.world, settings, folder.resolve(), saved is not None, partial(watch, folder=folder))
     evaluate.run(folder)

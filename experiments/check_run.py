@@ -27,9 +27,11 @@ def check(settings: RunConfig, *, file: str | Path = "config", resume: bool | No
     tokenizer = None
     with _noting(problems, "mesh"):
         check_heads(settings)
-    with _noting(problems, "tokenizer"):
+    with _noting(problems, "tokenizer.file"):
         tokenizer = settings.tokenizer.build()
-        settings.planner(tokenizer.vocab_size).step([])
+    if tokenizer:
+        with _noting(problems, "model"):
+            settings.planner(tokenizer.vocab_size).step([])
     for name, spec in (("train", settings.data.train), ("held_out", settings.data.held_out)):
         if spec:
             with _noting(problems, f"data.{name}"):

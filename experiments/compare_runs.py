@@ -104,7 +104,14 @@ def write_comparison(folder: Path, record: dict[str, Any]) -> None:
         name: {task: (value["mean"], value["std"]) for task, value in variant["tasks"].items()}
         for name, variant in record["variants"].items()
     }
-    save_bars(folder / "accuracy.png", accuracy, floor=record["chance"], title=title, y_label="share of answers right")
+    save_bars(
+        folder / "accuracy.png",
+        accuracy,
+        floor=record["chance"],
+        floor_label="chance",
+        title=title,
+        y_label="share of answers right",
+    )
 
 
 def tables(record: dict[str, Any]) -> list[Table]:
@@ -113,19 +120,19 @@ def tables(record: dict[str, Any]) -> list[Table]:
     title = f"{record['seeds']} seeds, {record['steps']} steps, {short(sum(record['tokens']))} tokens a variant"
     table = Table(title=title, caption="mean and standard deviation over seeds")
     for name in head:
-        table.add_column(name, justify="left" if name == "variant" else "right")
+        table.add_column(name, justify="right" if name else "left")
     for row in rows:
         table.add_row(*row)
     return [table]
 
 
 def _rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Head and one row per variant."""
-    rows = []
-    for name, variant in record["variants"].items():
-        figures = [variant[figure] for figure in FIGURES]
-        rows.append([name, *map(_with_deviation, [*figures, *variant["tasks"].values()])])
-    return ["variant", *FIGURES.values(), *record["chance"]], rows
+    """Head and one row per figure, one column per variant; the tasks' accuracies also beside chance."""
+    variants = record["variants"].values()
+    rows = [[heading, *(_text(each[figure]) for each in variants), ""] for figure, heading in FIGURES.items()]
+    for task, chance in record["chance"].items():
+        rows.append([f"accuracy: {task}", *(_text(each["tasks"][task]) for each in variants), short(chance)])
+    return ["", *record["variants"], "chance"], rows
 
 
 def _flat(record: dict[str, Any]) -> list[tuple[str, str, dict]]:
@@ -137,7 +144,7 @@ def _flat(record: dict[str, Any]) -> list[tuple[str, str, dict]]:
     return found
 
 
-def _with_deviation(value: dict[str, float | None]) -> str:
+def _text(value: dict[str, float | None]) -> str:
     mean = short(value["mean"])
     return mean if not value["std"] else f"{mean} +- {short(value['std'])}"
 

@@ -75,13 +75,12 @@ def open_run(run: Path, ranks: int | None) -> tuple[RunConfig, Path]:
 def evaluate(settings: RunConfig, saved: Path, blank: bool) -> tuple[dict[str, dict[str, float | int]], list[str]]:
     """Answer every held-out question on this rank's part; return the grades and what could not be used."""
     with Answering(settings, saved, ShardSet.open(settings.data.held_out), blank=blank) as answering:
-        graded, lost = [], []
-        for document, answer in answering.answer_all():
-            if isinstance(answer, str):
-                graded.append(Graded(document.sample.task or "all", reference(document.sample), answer))
-            else:
-                lost.append(f"sample '{document.sample.id}' could not be read")
-        return grade(graded), [*lost, *answering.refused]
+        graded = [
+            Graded(document.sample.task or "all", reference(document.sample), answer)
+            for document, answer in answering.answer_all()
+            if answer is not None
+        ]
+        return grade(graded), answering.refused
 
 
 def reference(sample: Sample) -> str:
@@ -99,6 +98,7 @@ class Answering:
         self.settings, self.saved, self.shards = settings, saved, shards
         self.blank, self.room = blank, room
         self.refused: list[str] = []
+        """Samples that could not be laid out or read, and why."""
 
     def __enter__(self) -> "Answering":
         with ExitStack() as stack:
@@ -147,7 +147,8 @@ class Answering:
         return Document(sample, media, TokenSequence((*prompt, answer)), ())
 
     def _answers(self, step: Loaded[PlannedStep]) -> Iterator[tuple[Document, str | None]]:
-        work = agree_on(collect(step), self.runner)
+        work, messages = agree_on(collect(step), self.runner)
+        self.refused += messages
         work = blanked(work, self.runner) if self.blank else work
         rows = step.payload.documents
         drafts = [[document.sequence.segments[-1].ids for document in row] for row in rows]

@@ -17,19 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from experiments.base import RunConfig
 from experiments.check_run import check
 from experiments.long_clip import LongClip, prepared_clip
 from experiments.train_video_lm import train, with_ranks
-from experiments.watch import Watch, read_watch
+from experiments.watch import read_watch, watch
 from mmcp.attention import LinearConfig, SoftmaxConfig
 from mmcp.config import config, load
 from mmcp.config.load import build
 from mmcp.config.source import Source
 from mmcp.parallel.launch import launch
 from mmcp.report.outcome import Outcome
+from mmcp.sharding.balance import COSTS
 from mmcp.sharding.ranges import size
 from mmcp.training.metrics import read_metrics
 from mmcp.training.run_folder import open_run_folder, write_json
@@ -74,7 +76,7 @@ class Measured:
     """A run as its ranks saw it."""
 
     ranks: list[list[dict[str, Any]]]
-    """Per rank and step: a line of Watch."""
+    """Per rank and step: a line of `watch`."""
     imbalance: dict[str, float]
     """Largest over the steps."""
 
@@ -101,29 +103,25 @@ def run(settings: HourConfig) -> Outcome:
         settings = replace(settings, source=replace(settings.source, seconds=SMOKE_SECONDS), min_tokens=2048)
     folder = Path(settings.folder)
     shards = prepared_clip(settings.source, folder / "clips")
-    steps, alone, faults, imbalance = [], [], [], {}
-    for variant in VARIANTS:
-        many = measure(settings, variant, shards, ranks=settings.ranks)
-        one = measure(settings, variant, shards, ranks=1)
-        steps += step_records(variant, many)
-        alone += one_rank_records(variant, many, one)
-        faults += [f"{variant}: {fault}" for fault in check_run(settings, many)]
-        imbalance = {name: max(value, imbalance.get(name, 0.0)) for name, value in many.imbalance.items()}
-    faults += [
-        f"{entry['variant']}, step {entry['step']}: the loss on one rank, {entry['loss']}, is {entry['error']:.1e} off"
-        for entry in alone
-        if not entry["error"] <= settings.max_loss_error
-    ]
+    runs = {
+        variant: (measure(settings, variant, shards, ranks=settings.ranks), measure(settings, variant, shards, ranks=1))
+        for variant in VARIANTS
+    }
+    steps = [step for variant, (many, _) in runs.items() for step in step_records(variant, many)]
+    alone = [step for variant, (many, one) in runs.items() for step in one_rank_records(variant, many, one)]
+    faults = [f"{variant}: {fault}" for variant, (many, _) in runs.items() for fault in check_run(settings, many)]
+    faults += check_losses(settings, alone)
     record = {
         "ranks": settings.ranks,
         "tokens": steps[0]["tokens"],
         "seconds_of_clip": settings.source.seconds,
         "steps": steps,
-        "imbalance": imbalance,
+        "imbalance": {name: max(many.imbalance[name] for many, _ in runs.values()) for name in COSTS},
         "one_rank": alone,
         "faults": faults,
     }
-    return Outcome(record=record, tables=[_steps_table(record), _alone_table(record), *faults], is_ok=not faults)
+    tables = [_counts_table(record), _seconds_table(record), _alone_table(record)]
+    return Outcome(record=record, tables=[*tables, *faults], is_ok=not faults)
 
 
 def measure(settings: HourConfig, variant: str, shards: Path, *, ranks: int) -> Measured:
@@ -132,7 +130,7 @@ def measure(settings: HourConfig, variant: str, shards: Path, *, ranks: int) -> 
     check(run_settings)
     shutil.rmtree(run_settings.folder, ignore_errors=True)
     folder = open_run_folder(run_settings.folder, resume=False)
-    launch(train, ranks, run_settings, folder, False, partial(Watch, folder=folder))
+    launch(train, ranks, run_settings, folder, False, partial(watch, folder=folder))
     lines = [read_watch(folder, rank) for rank in range(ranks)]
     metrics = read_metrics(folder)
     worst = {name: max(line["imbalance"][name] for line in metrics) for name in metrics[0]["imbalance"]}
@@ -186,6 +184,15 @@ def check_load(settings: HourConfig, run: Measured, step: int) -> Iterator[str]:
         yield f"the sequence has {run.of(step, 'tokens')[0]} tokens, at least {settings.min_tokens} are required"
 
 
+def check_losses(settings: HourConfig, alone: list[dict[str, Any]]) -> list[str]:
+    """Say where one rank computes another loss."""
+    return [
+        f"{entry['variant']}, step {entry['step']}: the loss on one rank, {entry['loss']}, is {entry['error']:.1e} off"
+        for entry in alone
+        if not entry["error"] <= settings.max_loss_error
+    ]
+
+
 def step_records(variant: str, run: Measured) -> list[dict[str, Any]]:
     """The figures of each step: what `--json` holds under `steps`; lists have one entry per rank."""
     names = ("frames_decoded", "units_encoded", "rows_routed", "pss_mb", "frames", "units")
@@ -217,30 +224,41 @@ def one_rank_records(variant: str, many: Measured, one: Measured) -> list[dict[s
     ]
 
 
-def _steps_table(record: dict[str, Any]) -> Table:
-    table = Table(title=f"{record['seconds_of_clip']} s of clip, {record['tokens']:,} tokens, {record['ranks']} ranks")
-    for name in ("variant", "step", "rank", "loss", *(f"{stage} s" for stage in (*STAGES, "total"))):
-        table.add_column(name, justify="right")
-    for name in ("frames", "units", "routed", "PSS MiB"):
-        table.add_column(name, justify="right")
+def _counts_table(record: dict[str, Any]) -> Table:
+    title = f"{record['seconds_of_clip']} s of clip, {record['tokens']:,} tokens, {record['ranks']} ranks"
+    table = _table(title, "variant", "step", "rank", "loss", "frames", "units", "routed", "PSS MiB")
     for step in record["steps"]:
-        for rank, seconds in enumerate(step["seconds_by_rank"]):
-            times = (f"{seconds[stage]:.2f}" for stage in (*STAGES, "total"))
+        for rank in range(record["ranks"]):
             counts = (str(step[name][rank]) for name in ("frames_decoded", "units_encoded", "rows_routed"))
             head = (step["variant"], str(step["step"]), str(rank), f"{step['loss']:.6f}")
-            table.add_row(*head, *times, *counts, f"{step['pss_mb'][rank]:.0f}")
-    imbalance = "   ".join(f"{name} {value:.4f}" for name, value in record["imbalance"].items())
-    table.caption = f"imbalance: {imbalance}"
+            table.add_row(*head, *counts, f"{step['pss_mb'][rank]:.0f}")
+    table.caption = "imbalance: " + "   ".join(f"{name} {value:.4f}" for name, value in record["imbalance"].items())
+    return table
+
+
+def _seconds_table(record: dict[str, Any]) -> Table:
+    stages = (*STAGES, "total")
+    table = _table("seconds by stage; decoding runs beside the others", "variant", "step", "rank", *stages)
+    for step in record["steps"]:
+        for rank, seconds in enumerate(step["seconds_by_rank"]):
+            times = (f"{seconds[stage]:.1f}" for stage in stages)
+            table.add_row(step["variant"], str(step["step"]), str(rank), *times)
     return table
 
 
 def _alone_table(record: dict[str, Any]) -> Table:
-    table = Table(title="the same steps on one rank")
-    for name in ("variant", "step", "loss", "relative difference", "total s", "PSS MiB"):
-        table.add_column(name, justify="right")
+    headings = ("variant", "step", "loss", "relative difference", "total s", "PSS MiB")
+    table = _table("the same steps on one rank", *headings)
     for entry in record["one_rank"]:
         figures = (f"{entry['loss']:.6f}", f"{entry['error']:.1e}", f"{entry['seconds']['total']:.2f}")
         table.add_row(entry["variant"], str(entry["step"]), *figures, f"{entry['pss_mb']:.0f}")
+    return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right")
     return table
 
 

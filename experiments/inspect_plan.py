@@ -54,13 +54,23 @@ class Request:
         return self.is_run and as_it_was and all(file.is_file() for file in files)
 
 
-def run(source: str, *, html: Path | None = None, png: Path | None = None, **options: object) -> Outcome:
-    """Plan what `source` names and show the plan; `options` are fields of Request.
+def run(
+    source: str,
+    *,
+    config: Path | None = None,
+    sample: int | None = None,
+    ranks: int | None = None,
+    strategy: str | None = None,
+    compare: bool = False,
+    html: Path | None = None,
+    png: Path | None = None,
+) -> Outcome:
+    """Plan what `source` names and show the plan, also in the files `html` and `png`; the rest is as in Request.
 
     The record is one object, with `compare` a list of them.
     Raises ValueError for what cannot be read, planned or written.
     """
-    request = Request(source=source, **options)  # type: ignore[arg-type]
+    request = Request(source=source, config=config, sample=sample, ranks=ranks, strategy=strategy, compare=compare)
     for file in filter(None, (html, png)):
         _check_writable(file)
     if request.is_run and request.config:
@@ -85,6 +95,7 @@ def _planned(request: Request) -> tuple[Row, list[View]]:
     mesh = mesh_for(settings, settings.mesh.cp if request.ranks is None else request.ranks)
     find = run_row if request.is_run else find_row
     row = find(request.source, settings, sample=request.sample)
+    assert row.sequence is not None, "a row that was laid out has a sequence"
     names = sorted(STRATEGIES) if request.compare else [request.strategy or settings.sharding.strategy]
     views = [plan_view(row.sequence, settings, mesh, name) for name in names]
     used = {"config": str(request.config_file), "mesh": f"ring={mesh.ring} x ulysses={mesh.ulysses}"}

@@ -6,14 +6,14 @@ from itertools import islice
 from pathlib import Path
 
 from data_pipelines.clip import build_sequence
-from data_pipelines.examine import Media, examine
+from data_pipelines.examine import examine
 from data_pipelines.manifest import Item, RowError, Sample, read_lines
 from data_pipelines.media import MediaFile
 from data_pipelines.prepare import check_row
 from data_pipelines.sampler import Order
 from data_pipelines.shards import KIND_OF, ShardSet
 from experiments.base import RunConfig
-from experiments.pipeline import Pipeline, Samples
+from experiments.pipeline import OneSample, Pipeline, Samples
 from mmcp.sequence import KINDS, TokenSequence
 
 QUESTION = "What happens in this recording?"
@@ -28,20 +28,6 @@ class Row:
     sequence: TokenSequence | None
     """None when only its plan is left."""
     facts: dict[str, str]
-
-
-@dataclass(frozen=True)
-class OneSample:
-    """A single sample that answers like a shard set."""
-
-    sample: Sample
-    media: dict[str, Media]
-
-    def __len__(self) -> int:
-        return 1
-
-    def load(self, number: int) -> tuple[Sample, dict[str, Media]]:
-        return self.sample, self.media
 
 
 def find_row(source: str, settings: RunConfig, *, sample: int | None = None) -> Row:

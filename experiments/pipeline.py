@@ -1,7 +1,7 @@
 """From sample numbers to planned and decoded steps: where data, encoders and plans meet."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -68,8 +68,22 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def load(self, number: int) -> tuple[Sample, dict[str, Media]]:
+    def load(self, number: int, /) -> tuple[Sample, dict[str, Media]]:
         """Return a sample and what is known of its media."""
+
+
+@dataclass(frozen=True)
+class OneSample:
+    """A single sample that answers like a shard set."""
+
+    sample: Sample
+    media: dict[str, Media]
+
+    def __len__(self) -> int:
+        return 1
+
+    def load(self, _: int) -> tuple[Sample, dict[str, Media]]:
+        return self.sample, self.media
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +94,6 @@ class Pipeline:
     tokenizer: Tokenizer
     shards: Samples
     planner: Planner
-    bins: int = field(default=80)
-    """Mel bands of the sound encoder."""
 
     @property
     def rules(self) -> Rules:
@@ -97,8 +109,10 @@ class Pipeline:
             raise ValueError(f"sample '{sample.id}': {error}") from None
         if not len(sequence.label_positions):
             raise ValueError(f"sample '{sample.id}' has no answer to train on; add an assistant's turn")
-        notes = (*report.budget.reduced, *(f"{name}: no sound" for name in report.without_sound))
-        return Document(sample, media, sequence, notes)
+        notes = [*report.budget.reduced, *(f"{name}: no sound" for name in report.without_sound)]
+        if report.repeated_stamps:
+            notes.append(f"{report.repeated_stamps} frame groups are stamped with the same time as the one before")
+        return Document(sample, media, sequence, tuple(notes))
 
     def plan(self, numbers: Sequence[int]) -> PlannedStep:
         """Lay out, pack and plan the samples of one step, in this order."""
@@ -139,7 +153,7 @@ class Pipeline:
             for start in range(0, len(numbers), JOB_UNITS):
                 part = numbers[start : start + JOB_UNITS]
                 own = [sequence.units[unit] for unit in part]
-                mel = partial(log_mel_raw, bins=self.bins)
+                mel = partial(log_mel_raw, bins=self.config.model.audio.bins)
                 yield Job(
                     UnitJob(row, document, tuple(part)),
                     step.documents[row][document].sample.id,
@@ -171,6 +185,12 @@ def collect(loaded: Loaded[PlannedStep]) -> LoadedStep:
         decode_s=seconds,
         waited_s=loaded.waited_s,
         frames_decoded=frames,
+        reduced=tuple(
+            f"sample '{document.sample.id}': {'; '.join(document.notes)}"
+            for row in loaded.payload.documents
+            for document in row
+            if document.notes
+        ),
     )
 
 
@@ -196,13 +216,13 @@ def held_out_loss(pipeline: Pipeline, runner: StepRunner, pool: WorkerPool) -> f
     loss, labels = 0.0, 0
     plan, steps = (lambda i: held_out.plan(batches[i])), range(len(batches))
     for step in read_steps(held_out, runner.mesh, pool, plan=plan, steps=steps):
-        work = agree_on(collect(step), runner)
+        work, _ = agree_on(collect(step), runner)
         loss += runner.score(work, StageClock(runner.device))[0].item()
         labels += work.label_tokens
     return loss / max(1, labels)
 
 
-def agree_on(step: LoadedStep, runner: StepRunner) -> StepWork:
-    """Make samples that any rank could not read void on all ranks."""
+def agree_on(step: LoadedStep, runner: StepRunner) -> tuple[StepWork, tuple[str, ...]]:
+    """Make samples that any rank could not read void on all ranks; return why they could not be."""
     status = exchange_status(step.work.plan, step.faults, stop=False, group=runner.mesh.world, device=runner.device)
-    return replace(step.work, void=status.void)
+    return replace(step.work, void=status.void), status.messages

@@ -19,6 +19,8 @@ from mmcp.training.metrics import MetricsWriter, rss_mb
 from mmcp.training.run_folder import write_json
 from mmcp.training.train import Counters, LoadedStep
 
+REDUCED_SHOWN = 3  # samples told by name to be seen less finely than asked; the others are counted
+
 
 class RunLog:
     """Log of one run, used by every rank as a context manager; rank 0 writes."""
@@ -29,6 +31,7 @@ class RunLog:
         self.folder, self.mesh, self.planner, self.counters = folder, mesh, pipeline.planner, counters
         self.is_writer = mesh.rank == 0
         self.told: set[str] = set()
+        self.num_reduced = 0
         self.start, self.total = start, settings.optim.total_steps
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         shown = [TextColumn(column) if isinstance(column, str) else column for column in columns]
@@ -55,6 +58,9 @@ class RunLog:
             return
         for note in dict.fromkeys(note for rank in ranks for note in rank["notes"]):
             self.progress.console.print(f"warning: {note}", highlight=False, markup=False)
+        for text in loaded.reduced[: max(0, REDUCED_SHOWN - self.num_reduced)]:
+            self.progress.console.print(f"note: {text}", highlight=False, markup=False)
+        self.num_reduced += len(loaded.reduced)
         plan = loaded.work.plan
         costs, balances = self._priced(plan)
         seconds = metrics["seconds"]["total"]
@@ -114,5 +120,7 @@ class RunLog:
             f"{counters.skipped_steps} steps had no label",
             file=sys.stderr,
         )
+        if self.num_reduced:
+            print(f"{self.num_reduced} were seen or heard less finely than asked", file=sys.stderr)
         for message, count in counters.faults.items():
             print(f"  {count} x {message}", file=sys.stderr)

@@ -4,7 +4,7 @@ from typing import cast
 
 import torch
 
-from encoders.mel import finish
+from encoders.mel import SILENCE, finish
 from experiments.base import ModelConfig, RunConfig, build_model
 from mmcp.parallel.apply import shard_parameters, wrap_attention
 from mmcp.parallel.collectives import all_reduce
@@ -33,6 +33,7 @@ def make_runner(
     media = MediaInputs(
         {kind: cast(UnitEncoder, module) for kind, module in model.encoders.items()},
         finish=finish,
+        silence=SILENCE,
         reduce_max=lambda values: all_reduce(values, "max", group=mesh.cp, name="loudest sound"),
         device=mesh.device,
     )

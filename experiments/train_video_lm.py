@@ -5,8 +5,8 @@ Resume:  mmcp train experiments/configs/demo.yaml --ranks 2 --resume      (also 
 Result:  the run folder: config.yaml, env.json, metrics.jsonl, plan.json, checkpoints/, report/
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,12 @@ from mmcp.training.run_folder import open_run_folder, write_setup
 from mmcp.training.step import StepRunner
 from mmcp.training.train import Counters, OnStep, Trainer
 
-RESUMABLE = ("folder", "mesh", "train", "data.workers", "data.prefetch", "data.deadline_s")
+RESUMABLE = (
+    "folder",
+    "mesh",
+    "train",
+    *(f"data.{name}" for name in ("held_out", "held_out_samples", "workers", "prefetch", "deadline_s")),
+)
 """What may differ when a run is resumed: nothing that changes the samples, the model or the updates."""
 
 
@@ -68,15 +73,21 @@ def with_ranks(settings: RunConfig, ranks: int | None) -> RunConfig:
     return replace(settings, mesh=replace(mesh, ulysses=ranks // others))
 
 
-def unwatched(_: StepRunner) -> OnStep:
+@contextmanager
+def unwatched(_: StepRunner) -> Iterator[OnStep]:
     """Look at nothing."""
-    return lambda metrics, loaded: None
+    yield lambda metrics, loaded: None
 
 
-def train(settings: RunConfig, folder: Path, resume: bool, watch: Callable[[StepRunner], OnStep] = unwatched) -> None:
+def train(
+    settings: RunConfig,
+    folder: Path,
+    resume: bool,
+    watch: Callable[[StepRunner], AbstractContextManager[OnStep]] = unwatched,
+) -> None:
     """Train on this rank, from joining the others to leaving them.
 
-    watch: gets the runner before the first step; what it returns is called after each, once the step is logged
+    watch: entered with the runner before the first step; what it gives is called after each, once that is logged
     """
     with process_group(device_type_for(settings.parameter_dtype)) as device:
         train_on(build_mesh(settings.mesh, device=device), settings, folder, resume=resume, watch=watch)
@@ -88,7 +99,7 @@ def train_on(
     folder: Path,
     *,
     resume: bool,
-    watch: Callable[[StepRunner], OnStep] = unwatched,
+    watch: Callable[[StepRunner], AbstractContextManager[OnStep]] = unwatched,
 ) -> None:
     """Train on this rank of the mesh."""
     with ExitStack() as stack:
@@ -115,7 +126,7 @@ def train_on(
             optim=settings.optim,
             settings=settings.train,
             counters=counters,
-            on_step=(log.step, watch(runner)),
+            on_step=(log.step, stack.enter_context(watch(runner))),
             save=lambda done: save(settings, folder, runner, optimizer, done, counters, num_samples=len(shards)),
             held_out_loss=lambda: held_out_loss(pipeline, runner, pool),
             stop_requested=stop.is_set,

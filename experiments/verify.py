@@ -19,11 +19,12 @@ from data_pipelines.shards import ShardSet
 from data_pipelines.workers import WorkerPool
 from encoders import Tokenizer
 from experiments.base import RunConfig
+from experiments.check_run import check_heads
 from experiments.exactness import LIMITS, Computed, compare, measure
 from experiments.pipeline import Pipeline, agree_on, collect, read_steps
 from experiments.runtime import run_runner
 from experiments.synthetic_rows import STEP, draw_media, draw_rows
-from experiments.train_video_lm import check_heads, with_ranks
+from experiments.train_video_lm import with_ranks
 from mmcp.config import load
 from mmcp.parallel.launch import launch
 from mmcp.parallel.mesh import MeshConfig, build_mesh, process_group
@@ -50,7 +51,7 @@ def run(config: Path, overrides: Sequence[str] = (), *, ranks: int | None = None
         launch(compute, world, settings, synthetic, many)
         errors = compare(Computed.read(one), Computed.read(many))
     limit = LIMITS[settings.dtype]
-    is_ok = all(errors[name] < limit for name in ERRORS)
+    is_ok = all(float(errors[name]) < limit for name in ERRORS)
     finite = {name: value if isinstance(value, str) or math.isfinite(value) else None for name, value in errors.items()}
     record = {"ok": is_ok, "dtype": settings.dtype, **finite, "ranks": world}
     return Outcome(record=record, tables=[_table(record, limit)], is_ok=is_ok)
@@ -92,7 +93,7 @@ def first_step(settings: RunConfig, runner: StepRunner, tokenizer: Tokenizer) ->
     with closing(WorkerPool(settings.data.workers, settings.data.deadline_s)) as pool:
         steps = read_steps(pipeline, runner.mesh, pool, plan=lambda _: pipeline.plan(numbers), steps=range(1))
         (step,) = map(collect, steps)
-    return agree_on(step, runner)
+    return agree_on(step, runner)[0]
 
 
 def drawn_step(settings: RunConfig, runner: StepRunner, tokenizer: Tokenizer) -> StepWork:

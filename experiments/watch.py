@@ -6,27 +6,41 @@ encoder's forward, bytes that the exchange of media rows brought from other rank
 
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mmcp.parallel.collectives import Recorder
+from mmcp.parallel.collectives import Recorder, record
 from mmcp.sharding.ranges import as_ranges
 from mmcp.training.metrics import memory_mb
 from mmcp.training.step import StepRunner
 from mmcp.training.train import LoadedStep
 
-SAMPLE_S = 0.25  # seconds between two looks at the memory
+SAMPLE_S = 0.5  # seconds between two looks at the memory
 
 
 class PeakMemory:
-    """Largest PSS of this process and its workers together, in MiB, sampled by a thread every SAMPLE_S seconds."""
+    """Largest PSS of this process and its workers together, in MiB, sampled by a thread every SAMPLE_S seconds.
+
+    Use it as a context manager. A peak shorter than the samples' distance may be missed.
+    """
 
     def __init__(self) -> None:
         self._peak = 0.0
         self._lock = threading.Lock()
-        threading.Thread(target=self._watch, name="memory", daemon=True).start()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
+
+    def __enter__(self) -> "PeakMemory":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
 
     def take(self) -> float:
         """Return the peak since the last call, this moment included."""
@@ -36,8 +50,7 @@ class PeakMemory:
         return peak
 
     def _watch(self) -> None:
-        pause = threading.Event()
-        while not pause.wait(SAMPLE_S):
+        while not self._end.wait(SAMPLE_S):
             self._sample()
 
     def _sample(self) -> None:
@@ -46,23 +59,30 @@ class PeakMemory:
             self._peak = max(self._peak, pss)
 
 
+@contextmanager
+def watch(runner: StepRunner, *, folder: Path) -> Iterator["Watch"]:
+    """Watch a run; with `partial(watch, folder=...)` what `train` takes as `watch`."""
+    with PeakMemory() as memory, record(runner.mesh.world) as recorder:
+        watching = Watch(runner, folder, memory, recorder)
+        encoders = dict.fromkeys(runner.model.encoders.values())
+        hooks = [encoder.register_forward_pre_hook(watching.count_units) for encoder in encoders]
+        yield watching
+        for hook in hooks:
+            hook.remove()
+
+
 class Watch:
-    """Writes one line per step of this rank to `folder/watch_RANK.jsonl`; what `train` takes as `watch`.
+    """Writes one line per step of this rank to `folder/watch_RANK.jsonl`.
 
     Fields: step, loss, tokens; seconds {stage: s}; frames_decoded; units_encoded; rows_routed (encoder rows that came
     from other ranks); pss_mb (see PeakMemory). Of the step's first row: num_units {kind: number}; units {kind: ranges},
     those that this rank decoded, numbered within their kind; frames, the first and last that its video units show.
     """
 
-    def __init__(self, runner: StepRunner, folder: Path):
-        self.runner = runner
+    def __init__(self, runner: StepRunner, folder: Path, memory: PeakMemory, recorder: Recorder):
+        self.runner, self.memory, self.recorder = runner, memory, recorder
         self.units_encoded = 0
-        self.recorder = Recorder()
-        self.memory = PeakMemory()
         self.file = folder / f"watch_{runner.mesh.rank}.jsonl"
-        for encoder in dict.fromkeys(runner.model.encoders.values()):
-            encoder.register_forward_pre_hook(self._count_units)
-        runner.mesh.world.recorders.append(self.recorder)
 
     def __call__(self, metrics: dict[str, Any], loaded: LoadedStep) -> None:
         """Write the line of a step that has just been done."""
@@ -91,7 +111,8 @@ class Watch:
         self.units_encoded = 0
         self.recorder.traffic.clear()
 
-    def _count_units(self, encoder: object, inputs: tuple) -> None:
+    def count_units(self, encoder: object, inputs: tuple) -> None:
+        """Count the units of an encoder call; a forward pre-hook."""
         self.units_encoded += len(inputs[0])
 
 

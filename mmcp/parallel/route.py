@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from mmcp.parallel.collectives import Group, exchange
-from mmcp.sequence import TokenSequence
 from mmcp.sharding.plan import ShardPlan
-from mmcp.sharding.ranges import as_indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,11 +60,6 @@ class Router:
         self.group = group
         made = [plan.unit_positions(r) for r in range(plan.ranks)]
         self.media = row_map(made, [plan.owner[positions] for positions in made], rank=rank, device=device)
-        mine = np.sort(np.concatenate(made))
-        mine = mine[plan.owner[mine] == rank]
-        self.places = torch.from_numpy(plan.local(rank, mine)).to(device)
-        """[m] int64: which of this rank's tokens are media rows, ascending."""
-
         holder = plan.owner[plan.label_positions]
         held = [np.flatnonzero(holder == r) for r in range(plan.ranks)]
         labels = row_map(held, [plan.scorer[numbers] for numbers in held], rank=rank, device=device)
@@ -78,7 +71,7 @@ class Router:
 
         rows: [n_r, e]  what this rank encoded, in the order of its encoder calls
         trainable: whether rows carry gradients on any rank, known from the config
-        returns [m, e]  the rows of this rank's tokens at `places`
+        returns [m, e]  the rows of this rank's media tokens, ascending
         """
         assert len(rows) == len(self.media.send), f"{len(rows)} rows, the plan has {len(self.media.send)}"
         return _route(rows, self.media, self.group, "route media", trainable)
@@ -88,14 +81,9 @@ class Router:
 
         hidden: [s/cp, e]  this rank's tokens
         trainable: whether hidden carries gradients on any rank, known from the config
-        returns [l, e]  one row for each label that this rank scores, ascending (`scored_labels`)
+        returns [l, e]  one row for each label that this rank scores, ascending
         """
         return _route(hidden, self.labels, self.group, "route labels", trainable)
-
-
-def scored_labels(sequence: TokenSequence, plan: ShardPlan, *, rank: int) -> np.ndarray:
-    """Return [l] int64: the targets of the rows that `to_scorers` brings to `rank`."""
-    return sequence.labels[plan.label_positions[as_indices(plan.scored[rank])]]
 
 
 def _route(rows: Tensor, rows_map: RowMap, group: Group, name: str, trainable: bool) -> Tensor:

@@ -50,13 +50,14 @@ def save_bars(
     groups: Mapping[str, Mapping[str, tuple[float, float | None]]],
     *,
     floor: Mapping[str, float],
+    floor_label: str = "",
     title: str,
     y_label: str,
 ) -> None:
     """Draw the values of several groups side by side, with their deviations.
 
     groups: by group, name -> (value, standard deviation or None); the names are the same in all groups
-    floor:  by name, what is reached without doing anything; drawn as a line
+    floor:  by name, what is reached without doing anything; drawn as a line, in the legend as `floor_label` if given
     """
     figure, axes = _figure(title)
     names = list(floor)
@@ -67,7 +68,8 @@ def save_bars(
         errors = [deviation or 0.0 for deviation in deviations]
         axes.bar(place, heights, wide, yerr=errors, capsize=3, color=SERIES[number % len(SERIES)], label=_plain(group))
     for number, name in enumerate(names):
-        axes.hlines(floor[name], number - 0.4, number + 0.4, color=GREY, linestyle="--")
+        label = "" if number else floor_label
+        axes.hlines(floor[name], number - 0.4, number + 0.4, color=GREY, linestyle="--", label=label)
     axes.set(xticks=np.arange(len(names)), ylabel=y_label)
     axes.set_xticklabels([_plain(name) for name in names], rotation=20, ha="right")
     _finish(path, figure, axes, is_empty=not (groups and names), has_legend=True)

@@ -48,8 +48,8 @@ def balance_table(record: dict) -> RenderableType:
     first.title = f"{record['strategy']}: {record['tokens']:,} tokens on {record['ranks']} ranks"
     second = _rank_table(costs)
     second.add_row("imbalance", *(f"{record['imbalance'][cost]:.3f}" for cost in COST_OF.values()), style="bold")
-    second.caption = f"step time / least {record['makespan_ratio']:.3f}   planned in {record['plan_ms']:.1f} ms   "
-    second.caption += f"digest {record['digest']}"
+    first.caption = f"planned in {record['plan_ms']:.1f} ms, digest {record['digest']}"
+    second.caption = f"step time / least {record['makespan_ratio']:.3f}"
     return Group(first, second)
 
 

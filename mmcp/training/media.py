@@ -11,8 +11,6 @@ from mmcp.sequence import TokenSequence
 from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.ranges import as_indices
 
-SILENCE = -10.0  # log10 of the smallest mel power that Whisper's features distinguish, 1e-10
-
 
 class UnitEncoder(Protocol):
     """What is asked of an encoder's module here."""
@@ -26,6 +24,7 @@ class MediaInputs:
 
     encoders:   by segment kind; their `empty()` gives an input of 0 units
     finish:     (raw log-mel [n, bins, frames], maximum of each window's clip [n]) -> features; Whisper's last step
+    silence:    raw log-mel value of silence, the least there is
     reduce_max: element-wise maximum of a float32 tensor over the ranks that share a row
     """
 
@@ -34,11 +33,13 @@ class MediaInputs:
         encoders: Mapping[str, UnitEncoder],
         *,
         finish: Callable[[Tensor, Tensor], Tensor],
+        silence: float,
         reduce_max: Callable[[Tensor], Tensor],
         device: torch.device,
     ):
         self.encoders = encoders
         self.finish = finish
+        self.silence = silence
         self.reduce_max = reduce_max
         self.device = device
 
@@ -70,7 +71,7 @@ class MediaInputs:
     def blank(self, unit_kind: str, size: tuple[int, ...]) -> np.ndarray:
         """Return a black picture or silence of a unit's size."""
         if unit_kind == "audio":
-            return np.full((self._empty("audio").shape[1], *size), SILENCE, dtype=np.float32)
+            return np.full((self._empty("audio").shape[1], *size), self.silence, dtype=np.float32)
         return np.zeros((*size, 3), dtype=np.uint8)
 
     def _blanks(
@@ -109,7 +110,7 @@ class MediaInputs:
         audio = [unit for unit in range(len(sequence.units)) if sequence.unit_segment(unit).kind == "audio"]
         clips = list(dict.fromkeys(_clip(sequence, unit) for unit in audio))
         number = {clip: i for i, clip in enumerate(clips)}
-        local = torch.full((len(clips),), SILENCE, dtype=torch.float32)
+        local = torch.full((len(clips),), self.silence, dtype=torch.float32)
         for unit in audio:
             if unit in arrays:
                 i = number[_clip(sequence, unit)]

@@ -72,7 +72,7 @@ def environment() -> dict[str, Any]:
         "mmcp": importlib.metadata.version("mmcp"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version(name) for name in required_packages()},
+        "packages": {name: version(name) for name in required_packages(with_extras=True)},
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "command": sys.argv,
@@ -80,10 +80,10 @@ def environment() -> dict[str, Any]:
     }
 
 
-def required_packages() -> list[str]:
-    """Return the names of the distributions that mmcp's metadata asks for, extras included, sorted."""
-    requirements = importlib.metadata.requires("mmcp") or []
-    return sorted({re.split(r"[^A-Za-z0-9_.-]", requirement, maxsplit=1)[0] for requirement in requirements})
+def required_packages(*, with_extras: bool) -> list[str]:
+    """Return the names of the distributions that mmcp's metadata asks for, sorted."""
+    lines = [line for line in importlib.metadata.requires("mmcp") or [] if with_extras or "extra ==" not in line]
+    return sorted({re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0] for line in lines})
 
 
 def version(package: str) -> str | None:

@@ -47,6 +47,8 @@ class LoadedStep:
     """Seconds this rank waited for it."""
     frames_decoded: int
     """Video frames this rank's workers decoded for it."""
+    reduced: tuple[str, ...] = ()
+    """Samples of the step that are seen or heard less finely than asked, and how; the same on every rank."""
 
 
 OnStep = Callable[[dict[str, Any], LoadedStep], None]

@@ -27,7 +27,7 @@ def plan_of(name, sequence, mesh):
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sequence=rows(), mesh=st.sampled_from(MESHES))
 def test_every_plan_is_exact(name, sequence, mesh):
     plan = plan_of(name, sequence, mesh)
@@ -55,7 +55,7 @@ def test_edges(name, edge):
     check(plan_of(name, EDGES[edge], (2, 4)), EDGES[edge])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sequence=rows(), mesh=st.sampled_from(MESHES))
 def test_balanced_evens_out_tokens_and_labels(sequence, mesh):
     plan = plan_of("balanced", sequence, mesh)
@@ -70,7 +70,7 @@ def test_labels_stay_where_they_can():
     assert even_scorers(np.array([3] * 6), 4).tolist() == [3, 3, 0, 0, 1, 2]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 4), max_size=30), st.integers(5, 7))
 def test_no_even_split_of_the_labels_moves_fewer(owners, ranks):
     owners = np.array(owners, dtype=np.int64)

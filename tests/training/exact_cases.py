@@ -109,7 +109,7 @@ def train_case(
         optim=optim,
         settings=TrainConfig(),
         counters=Counters(),
-        on_step=lambda found, _: metrics.append(found),
+        on_step=(lambda found, _: metrics.append(found),),
         save=lambda _: None,
         held_out_loss=lambda: 0.0,
         stop_requested=lambda: False,
