@@ -152,7 +152,7 @@ def _eval(parser: argparse.ArgumentParser) -> None:
 
 def _ask(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("question", help="what to ask about the clip")
+    parser.add_argument("question", metavar="QUESTION", help="what to ask about the clip")
     parser.add_argument("--video", type=Path, required=True, metavar="FILE", help="the clip")
     _add_ranks(parser)
     _add_json(parser)

@@ -213,11 +213,13 @@ def all_gather_json(value: Any, *, group: Group, name: str) -> list[Any]:
     return [json.loads(text[:size].tobytes()) for text, size in zip(texts, sizes, strict=True)]
 
 
-def agree(error: Exception | None, *, group: Group, timeout: timedelta = AGREE_TIMEOUT) -> None:
+def agree(error: Exception | None, *, group: Group, timeout: timedelta | None = AGREE_TIMEOUT) -> None:
     """Raise on all ranks of `group` if any of them brings an error; every rank must call it.
 
     A rank that brings an error raises that one; the others raise PeerError, which names every failing rank with its
     error's type and text. One exchange of STATUS_BYTES per rank.
+
+    timeout: how long to wait for the slowest rank; None: as long as the group does, where ranks work at a disk's pace
     """
     text = f"{type(error).__name__}: {error}".encode()[: STATUS_BYTES - 1] if error else b""
     status = torch.zeros(STATUS_BYTES, dtype=torch.uint8)

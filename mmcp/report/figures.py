@@ -110,6 +110,7 @@ def save_comparison(path: Path, records: Sequence[Mapping]) -> None:
         path,
         groups,
         floor=dict.fromkeys(ratios(records[0]), 1.0),
+        floor_label="least there can be",
         title=f"{records[0]['tokens']:,} tokens on {records[0]['ranks']} ranks",
         y_label="slowest rank / least mean",
     )

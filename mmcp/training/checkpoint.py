@@ -51,12 +51,12 @@ def save(
     target = Path(folder).resolve() / f"step_{step}"
     partial = target.with_name(target.name + ".tmp")
     text = json.dumps({**state, "step": step}, indent=2, allow_nan=False)
-    agree(_attempt(group, _start, target, partial), group=group)
+    agree(_attempt(group, _start, target, partial), group=group, timeout=None)
     tensors = _tensors(model, optimizer)
     writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
     with _plain_errors(f"cannot write {partial}", group):
         dcp.save(tensors, storage_writer=writer, process_group=group.handle, no_dist=group.size == 1)
-    agree(_attempt(group, _finish, target, partial, _describe(tensors), text), group=group)
+    agree(_attempt(group, _finish, target, partial, _describe(tensors), text), group=group, timeout=None)
     return target
 
 
@@ -72,7 +72,7 @@ def load(
     checkpoint = Path(checkpoint).resolve()
     tensors = _tensors(model, optimizer)
     error = _attempt(group, _check, checkpoint, _describe(tensors), optimizer is not None)
-    agree(error, group=group)
+    agree(error, group=group, timeout=None)
     with _plain_errors(f"cannot read {checkpoint}", group):
         reader = HuggingFaceStorageReader(str(checkpoint))
         dcp.load(tensors, storage_reader=reader, process_group=group.handle, no_dist=group.size == 1)
