@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from mmcp.attention import GatedDeltaConfig, LinearConfig, SoftmaxConfig
+from mmcp.attention import GatedDeltaConfig, KernelisedConfig, LinearConfig, SoftmaxConfig
 from tests.parallel.mode_cases import Case, check_case, check_results, joined, run_case, run_cases
 
 DOCUMENTS = (0, 9, 10, 31, 48)
 RECURRENT = {
     "linear": LinearConfig(feature_map="elu", chunk=4, shortest_memory=2.0, longest_memory=100.0),
+    "kernelised": KernelisedConfig(chunk=4),
     "delta": GatedDeltaConfig(chunk=4),
 }
 SOFTMAX_MODES = ("ulysses", "ring", "allgather")
@@ -113,14 +114,16 @@ def test_documents_apart_move_nothing(rank_pool):
     assert all(not result.counted for result in check_case(rank_pool, case))
 
 
-@pytest.mark.parametrize(("recurrent", "transition"), [("linear", 1), ("delta", 8 * 8)])
-def test_states_cost_the_same_at_any_length(rank_pool, recurrent, transition):
+@pytest.mark.parametrize(
+    ("recurrent", "numbers"), [("linear", 8 * 8 + 1), ("kernelised", 8 * 9 + 1), ("delta", 8 * 8 + 8 * 8)]
+)
+def test_states_cost_the_same_at_any_length(rank_pool, recurrent, numbers):
     variant, counted = replace(RECURRENT[recurrent], mode="state"), []
     for tokens in (30, 96):
         case = case_of(variant, ring=3, owners=zigzag(tokens, 3), bounds=(0, tokens))
         counted.append([result.counted for result in check_case(rank_pool, case)])
     assert counted[0] == counted[1]
-    assert counted[0][0]["states", "forward"].bytes == 3 * 6 * (8 * 8 + transition) * 8  # 3 runs elsewhere, 6 heads
+    assert counted[0][0]["states", "forward"].bytes == 3 * 6 * numbers * 8  # 3 runs elsewhere, 6 heads
 
 
 PERTURBED = [SoftmaxConfig(), *RECURRENT.values(), *CROSSING]

@@ -7,15 +7,15 @@ Run: python -m pytest tests/parallel/test_modes_drawn.py           (60 cases)
      python -m pytest tests/parallel/test_modes_drawn.py -m full   (600 cases)
 """
 
-import itertools
 import re
 from dataclasses import fields, replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mmcp.attention import GatedDeltaConfig, LinearConfig, SoftmaxConfig
+from mmcp.attention import GatedDeltaConfig, KernelisedConfig, LinearConfig, SoftmaxConfig
 from mmcp.attention.base import ATTENTION
 from mmcp.parallel.modes import MODES
 from tests.parallel.mode_cases import Case, check_results, run_cases
@@ -38,6 +38,10 @@ def variants(draw):
     chunk = draw(st.sampled_from([1, 3, 8]))
     if name == "gated_delta":
         return GatedDeltaConfig(convolution=draw(st.integers(1, 5)), chunk=chunk, mode=mode, chunks=chunks)
+    if name == "kernelised":
+        feature_map = draw(st.sampled_from(["elu", "softmax"]))
+        return KernelisedConfig(feature_map=feature_map, chunk=chunk, mode=mode, chunks=chunks)
+    assert name == "linear", f"say how '{name}' is drawn"
     feature_map = draw(st.sampled_from(["silu", "elu"]))
     memory = draw(st.sampled_from([2.0, 50.0]))
     return LinearConfig(
@@ -67,7 +71,7 @@ def masks(draw, tokens: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ..
     bounds = sorted({0, tokens, *inner})
     blocks = []
     if draw(st.booleans()):
-        for start, stop in itertools.pairwise(bounds):
+        for start, stop in pairwise(bounds):
             cuts = sorted(draw(st.sets(st.integers(start, stop), max_size=4)))
             blocks += list(zip(cuts[::2], cuts[1::2], strict=False))
     return tuple(bounds), tuple(blocks)
