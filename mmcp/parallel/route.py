@@ -61,7 +61,11 @@ class Router:
         rank = group.index
         self.group = group
         made = [plan.unit_positions(r) for r in range(plan.ranks)]
-        self.media = row_map(made, [plan.owner[positions] for positions in made], rank=rank, device=device)
+        self.num_rows = len(made[rank])
+        used = [np.flatnonzero(plan.encoder[positions] == r) for r, positions in enumerate(made)]
+        made = [positions[kept] for positions, kept in zip(made, used, strict=True)]
+        media = row_map(made, [plan.owner[positions] for positions in made], rank=rank, device=device)
+        self.media = replace(media, send=torch.from_numpy(used[rank]).to(device)[media.send])
         mine = np.sort(np.concatenate(made))
         mine = mine[plan.owner[mine] == rank]
         self.places = torch.from_numpy(plan.local(rank, mine)).to(device)
@@ -80,7 +84,7 @@ class Router:
         trainable: whether rows carry gradients on any rank, known from the config
         returns [m, e]  the rows of this rank's tokens at `places`
         """
-        assert len(rows) == len(self.media.send), f"{len(rows)} rows, the plan has {len(self.media.send)}"
+        assert len(rows) == self.num_rows, f"{len(rows)} rows, the plan has {self.num_rows}"
         return _route(rows, self.media, self.group, "route media", trainable)
 
     def to_scorers(self, hidden: Tensor, *, trainable: bool) -> Tensor:
