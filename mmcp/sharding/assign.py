@@ -5,7 +5,8 @@ Where they do not (resolution that follows the scene: dear units, cheap frames),
 until decoding, encoding and memory are even at once. Integers throughout, ties by index.
 """
 
-from itertools import product
+from collections.abc import Iterator
+from itertools import combinations, product
 
 import numpy as np
 
@@ -20,6 +21,8 @@ CHUNKINGS = ((0, True), (12, True), (16, False))
 """What is tried in turn: chunks per rank (0: whole streams), and whether chunks keep groups of pictures whole."""
 FEW_MOVES = 256
 """Rows with at most this many (unit, rank) pairs are improved unit by unit at the end."""
+MOST_PAIRS = 1024
+"""Pairs of (unit, rank) pairs up to which two units are moved at once."""
 
 
 def assign_units(costs: RowCosts, tokens: tuple[Ranges, ...], starts: np.ndarray, *, unit_cap: int = 0) -> np.ndarray:
@@ -135,15 +138,25 @@ def _exchange(evenness: Evenness, chunks: np.ndarray, home: np.ndarray) -> np.nd
 
 
 def _polish(evenness: Evenness, ranks: np.ndarray) -> np.ndarray:
-    """Move single units, at what each move truly costs, while one helps: in a row of few units seeks weigh much."""
+    """Move few units, at what each move truly costs, while one helps: in a row of few units seeks weigh much."""
     best, least = ranks, evenness.score(ranks)
     improved = True
     while improved and least[1]:
         improved = False
-        for unit, rank in product(range(len(ranks)), range(evenness.num_ranks)):
-            moved = best.copy()
-            moved[unit] = rank
+        for moved in _moves(best, evenness.num_ranks):
             score = evenness.score(moved)
             if score < least:
                 best, least, improved = moved, score, True
+                break
     return best
+
+
+def _moves(ranks: np.ndarray, num_ranks: int) -> Iterator[np.ndarray]:
+    """Yield every layout in which one unit is elsewhere, then those in which two are."""
+    units = len(ranks)
+    for count in (1, 2) if (units * num_ranks) ** 2 <= MOST_PAIRS else (1,):
+        for chosen in combinations(range(units), count):
+            for targets in product(range(num_ranks), repeat=count):
+                moved = ranks.copy()
+                moved[list(chosen)] = targets
+                yield moved

@@ -33,7 +33,7 @@ def block_costs(mask: np.ndarray, num_tokens: int, *, keys_per_block: int) -> np
 
 
 def block_ranges(owners: np.ndarray, num_ranks: int, num_tokens: int) -> tuple[Ranges, ...]:
-    """Return the tokens of each rank's blocks: owners [1, 0, 1] of 300 tokens -> ((128, 256),), ((0, 128), (256, 300))."""
+    """Return the tokens of each rank's blocks: [1, 0, 1], 2, 300 -> ((128, 256),), ((0, 128), (256, 300))."""
     parts: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
     for block, owner in enumerate(owners.tolist()):
         parts[owner].append((block * BLOCK, min((block + 1) * BLOCK, num_tokens)))

@@ -1,7 +1,7 @@
 """What no plan can beat: lower bounds from things that cannot be divided.
 
 A unit is encoded whole, the last unit of a group of pictures needs all frames before it, a label row is scored whole, a
-head is computed whole. Each bound is the least that the busiest rank must do of one cost, whatever the others.
+head is computed whole. Each bound is the least that the busiest rank must do of one cost.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from mmcp.sharding.cost import LayerCost, RowCosts
 from mmcp.sharding.ranges import even_bounds
 
 EVEN_ENOUGH = (105, 100)
-"""Encoding of a rank over its even share that the bound of frames allows, as a fraction."""
+"""What a rank may encode or hold over its even share where one bound rests on another cost, as a fraction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class Bounds:
     attention_flops: int
     label_rows: int
     bytes: int
+    """When no rank holds more than EVEN_ENOUGH of its share of the tokens."""
     frames: int
     """Video frames that all ranks together decode when no rank encodes more than EVEN_ENOUGH of its share."""
     step_ns: int
@@ -44,7 +45,7 @@ def lower_bounds(costs: RowCosts, mesh: tuple[int, int]) -> Bounds:
         "linear": (-(-costs.num_tokens // ranks) * model.linear_flops, costs.num_tokens * model.linear_flops),
         "attention": (_attention_flops(costs, mesh), costs.total_attention_flops),
         "labels": (-(-costs.num_labels // ranks), costs.num_labels),
-        "memory": (busiest(costs.bytes, costs.total_bytes, ranks), costs.total_bytes),
+        "memory": (_bytes(costs, ranks), costs.total_bytes),
     }
     decode, encode, linear, attention, labels, memory = (bound for bound, _ in least.values())
     stages = model.ns(encode) + model.ns(linear) + model.ns(labels * model.label_flops) + _attention_ns(costs, mesh)
@@ -86,6 +87,14 @@ def whole_groups(costs: RowCosts) -> np.ndarray:
     dearest = np.zeros(int(group.max(initial=-1)) + 1, dtype=np.int64)
     np.maximum.at(dearest, group, alone[order])
     return dearest
+
+
+def _bytes(costs: RowCosts, ranks: int) -> int:
+    """Bound the busiest rank: an even share, or the units that must lie together beside the fewest tokens."""
+    most_tokens = -(-costs.num_tokens // ranks) * EVEN_ENOUGH[0] // EVEN_ENOUGH[1]
+    fewest_tokens = max(0, costs.num_tokens - (ranks - 1) * most_tokens)
+    units = busiest(costs.bytes, int(costs.bytes.sum()), ranks)
+    return max(-(-costs.total_bytes // ranks), units + fewest_tokens * costs.model.token_bytes)
 
 
 def _groups(costs: RowCosts) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,8 @@ def donate(evenness: Evenness, ranks: np.ndarray) -> np.ndarray:
     added = evenness.scale(np.stack([costs.flops, alone, costs.bytes], axis=1)) + 1
     for _ in range(ROUNDS):
         loads = evenness.loads(ranks, evenness.num_ranks)
-        if not _round(evenness.even, loads, ranks, added=added, relief=_relief(evenness, ranks)):
+        is_even = not (loads > evenness.even).any()
+        if is_even or not _round(evenness.even, loads, ranks, added=added, relief=_relief(evenness, ranks)):
             break
     return ranks
 

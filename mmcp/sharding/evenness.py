@@ -11,8 +11,8 @@ from mmcp.sharding.exchange import SCALE
 
 DECODE = 1
 """Column of decoding in a table of loads: encoding, decoding, memory."""
-TOLERANCE = SCALE * 49 // 1000
-"""Load above an even share that counts as even: 4.9 percent."""
+TOLERANCE = SCALE * 47 // 1000
+"""Load above an even share that counts as even: 4.7 percent."""
 STEP_TOLERANCE = SCALE // 80
 """What a cost that counts in the step time may add to it: 1.25 percent."""
 GRADES, AS_GOOD = 256, 260

@@ -5,6 +5,7 @@ Where a system says nothing of encoders or label rows, both follow the tokens: t
 
 import heapq
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 
@@ -48,7 +49,7 @@ def document_zigzag(
     """Zigzag inside every document, as TransformerEngine and torch do for packed rows, but without their padding."""
     ranks, bounds = num_ranks(mesh), sequence.document_bounds.tolist()
     parts: list[list[Ranges]] = [[] for _ in range(ranks)]
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds):
         for rank, part in enumerate(head_and_tail(stop - start, ranks)):
             parts[rank].append(tuple((start + low, start + high) for low, high in part))
     tokens = tuple(union(part) for part in parts)
@@ -83,9 +84,9 @@ def patch_cost(
 
     That sum is the encoder's FLOPs up to a factor, so those are taken, with the constants of each encoder.
     """
-    before = np.cumsum(costs.flops) - costs.flops // 2 - costs.flops % 2  # up to the middle of each unit
+    middle = np.cumsum(costs.flops) - (costs.flops + 1) // 2
     bounds = np.array(even_bounds(int(costs.flops.sum()), num_ranks(mesh)), dtype=np.int64)
-    encode = by_rank(np.searchsorted(bounds[1:-1], before, side="right"), num_ranks(mesh))
+    encode = by_rank(np.searchsorted(bounds[1:-1], middle, side="right"), num_ranks(mesh))
     tokens = _public_tokens(sequence, mesh)
     return complete(sequence, mesh, costs, strategy="patch_cost", tokens=tokens, encode=encode, cap=cap)
 
