@@ -10,7 +10,6 @@ of a frame = pts x time base - origin, exactly. Picture and sound share it.
 """
 
 import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-SAMPLE_RATE = 16000  # sound is given to models at this rate; sample n is at time n / SAMPLE_RATE
+from mmcp.sequence import SAMPLE_RATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +95,6 @@ class VideoTrack:
         following = np.searchsorted(self.entry_packets, self.starts(frames), side="right")
         return np.append(self.entry_packets, len(self.sizes))[following]
 
-    def span(self, frames: Iterable[int]) -> tuple[int, int]:
-        """First and last + 1 packet that a decoder must run through to show all of `frames`, at least one."""
-        chosen = np.fromiter(frames, dtype=np.int64)
-        return int(self.starts(chosen).min()), int(self.stops(chosen).max())
-
     def stamp(self, packet: int) -> int | None:
         """The pts of a packet; None when it holds no frame."""
         frame = np.flatnonzero(self.packet == packet)
@@ -176,12 +170,6 @@ class ClipIndex:
         """Seconds on the clip's clock at which frame number `frame` is shown."""
         assert self.video is not None, "a file without pictures has no frames"
         return int(self.video.pts[frame]) * self.video.time_base - self.origin
-
-    def frames_at(self, times: Sequence[Fraction]) -> np.ndarray:
-        """[times] int64: the frame a player shows at each time, the last with pts <= time; before it the first."""
-        assert self.video is not None, "a file without pictures has no frames"
-        ticks = np.array([floor((time + self.origin) / self.video.time_base) for time in times], dtype=np.int64)
-        return np.maximum(np.searchsorted(self.video.pts, ticks, side="right") - 1, 0)
 
     @property
     def video_end(self) -> Fraction:

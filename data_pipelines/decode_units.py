@@ -31,13 +31,15 @@ def decode_units(
     Raises MediaError for a file that cannot be read.
     """
     began = time.perf_counter()
-    frames, notes = 0, []
+    frames, notes = 0, list[str]()
     if kind == "image":
-        arrays = [decode_image(file, unit.size) for unit in units]
-    elif kind == "video":
-        arrays, frames, notes = _video(file, index, units)
+        arrays = [decode_image(file, (unit.size[0], unit.size[1])) for unit in units]
     else:
-        arrays, notes = _sound(file, index, units, log_mel, needed)
+        assert index is not None, f"{file}: {kind} is decoded by its index"
+        if kind == "video":
+            arrays, frames, notes = _video(file, index, units)
+        else:
+            arrays, notes = _sound(file, index, units, log_mel, needed)
     return {"seconds": time.perf_counter() - began, "frames": frames, "notes": notes}, arrays
 
 

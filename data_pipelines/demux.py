@@ -63,7 +63,7 @@ def read_index(source: "str | MediaFile", *, need: tuple[str, ...] = ()) -> Clip
 def _choose(container: av.container.InputContainer, streams: tuple[S, ...]) -> S | None:
     """Of the streams of one kind, the one a player plays; the cover picture of a song is no video."""
     streams = tuple(stream for stream in streams if not stream.disposition & Disposition.attached_pic)
-    best = container.streams.best(streams[0].type) if streams else None  # type: ignore[arg-type]
+    best = container.streams.best(streams[0].type) if streams else None
     return next((stream for stream in streams if stream is best), streams[0] if streams else None)
 
 

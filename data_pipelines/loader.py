@@ -79,7 +79,7 @@ class Loader(Generic[P]):
     def __enter__(self) -> "Loader[P]":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _produce(self) -> None:

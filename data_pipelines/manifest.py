@@ -91,17 +91,8 @@ class _Wrong(ValueError):
         self.file = file
 
 
-def read_manifest(path: str | os.PathLike[str]) -> Iterator[Sample | RowError]:
-    """Read a manifest row by row: a sample, or what is wrong with the row. Blank lines are no rows.
-
-    Raises ValueError when the manifest itself cannot be read.
-    """
-    for row, line in read_lines(path):
-        yield parse_line(line, manifest=os.fspath(path), row=row)
-
-
 def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
-    """Yield (row, line) of every line that is not blank."""
+    """Yield (row, line) of every line that is not blank. Raises ValueError when the manifest cannot be read."""
     try:
         with open(path, "rb") as file:
             for row, line in enumerate(file, start=1):

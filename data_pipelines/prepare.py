@@ -13,7 +13,7 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -186,7 +186,7 @@ def _write_shards(
     try:
         for done, (row, line) in enumerate(read_lines(manifest), start=1):
             if row > last_row:
-                checked = _check(line, manifest, row, names)
+                checked = check_row(line, manifest, row, stored=names)
                 if strict and isinstance(checked, RowError):
                     raise checked
                 added = 0 if isinstance(checked, RowError) else _stored_bytes(checked[1])
@@ -209,14 +209,16 @@ def _write_shards(
             shard.files.close()
 
 
-def _check(line: bytes, manifest: str, row: int, names: Names) -> tuple[Sample, list[Media]] | RowError:
-    """Parse a row and examine those of its media that are not stored yet."""
+def check_row(
+    line: bytes, manifest: str, row: int, *, stored: Collection[tuple[str, str]] = ()
+) -> tuple[Sample, list[Media]] | RowError:
+    """Parse a row and examine its media, except those (kind, file) that are `stored` already."""
     sample = parse_line(line, manifest=manifest, row=row)
     if isinstance(sample, RowError):
         return sample
     new = []
     for kind, file in dict.fromkeys(sample.media):
-        if (kind, file) not in names:
+        if (kind, file) not in stored:
             try:
                 new.append(examine(kind, MediaFile(file)))
             except MediaError as error:

@@ -31,11 +31,13 @@ def find_shards(spec: str | os.PathLike[str] | Sequence[str]) -> list[str]:
     if os.path.isdir(spec):
         paths = sorted(entry.path for entry in os.scandir(spec) if entry.name.endswith(".tar") and entry.is_file())
         if not paths:
-            raise ValueError(f"folder '{spec}' holds no .tar file; is it the folder that `mmcp prepare` wrote?")
+            raise ValueError(
+                f"folder '{spec}' holds no .tar file ({os.path.abspath(spec)}); name a folder that `mmcp prepare` wrote"
+            )
         return paths
     paths = [path for pattern in _expand_braces(spec) for path in _matches(pattern, spec)]
     if not paths:
-        raise ValueError(f"pattern '{spec}' matches no file; looked from {os.getcwd()}")
+        raise ValueError(f"pattern '{spec}' matches no file ({os.path.abspath(spec)}); check the path")
     return paths
 
 

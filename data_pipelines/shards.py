@@ -80,7 +80,8 @@ class ShardSet:
             found.samples += samples
             found.problems += problems
         if not found.samples:
-            raise ValueError(f"no usable sample in {len(found.shards)} shards of {spec!r}: {found.problems[0]}")
+            reason = found.problems[0] if found.problems else "they hold no sample"
+            raise ValueError(f"no usable sample in {len(found.shards)} shards of {spec!r}: {reason}")
         return found
 
     def __len__(self) -> int:
@@ -95,9 +96,9 @@ class ShardSet:
         stored = self.samples[number]
         try:
             sample = _foreign_sample(stored, number) if stored.foreign else _read_sample(stored)
+            return sample, {name: read_media(stored.media[name]) for _, name in sample.media}
         except ValueError as error:
             raise ValueError(f"{stored.shard}, key '{stored.key}': {error}") from None
-        return sample, {name: read_media(stored.media[name]) for _, name in sample.media}
 
 
 @lru_cache(maxsize=16)

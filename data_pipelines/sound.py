@@ -22,10 +22,11 @@ from math import ceil, gcd
 import av
 import numpy as np
 
-from data_pipelines.container import SAMPLE_RATE, AudioTrack, ClipIndex
+from data_pipelines.container import AudioTrack, ClipIndex
 from data_pipelines.media import MediaError, MediaFile, as_media_file, open_container
 from data_pipelines.place_sound import JOIN_TOLERANCE
 from data_pipelines.track_reader import TrackReader
+from mmcp.sequence import SAMPLE_RATE
 
 BLOCK = 60  # seconds
 PREROLL = 2  # seconds

@@ -1,30 +1,18 @@
 """Synthetic clips with questions whose answers are known, for the demo and the tests.
 
-Every clip is a real mp4 file (H.264 picture, AAC sound) of one fixed length. Three events happen in
-it, each drawn independently of the others' *kind*:
+Every clip is an mp4 file (H.264 picture, AAC sound) of one fixed length with three events in it:
 
-* a flash: the whole picture takes one of six saturated colours;
-* a tone: one of six pitches sounds over soft noise;
-* a shape: a light or dark square or disc sits somewhere in the picture (nothing is asked about it
-  by default; it is there so that "something changed in the picture" is not the flash's signature).
+    flash   the whole picture takes one of six saturated colours
+    tone    one of six pitches sounds over soft noise
+    shape   a light or dark square or disc stands in the picture; nothing is asked about it, it is there so that
+            "something changed" is not what tells a flash
 
-Questions about a clip (``TASKS``):
+and questions of five kinds: `color`, `tone`, `order` (flash or tone first), `when` (the second at which the flash
+began), and `text`, a control that needs no media. Colours, pitches, orders and times are dealt so that every answer is
+equally frequent and none tells anything of another, but that order and times describe the same events.
 
-* ``color``: which colour flashed;
-* ``tone``: which pitch sounded;
-* ``order``: whether the flash or the tone came first;
-* ``when``: the second at which the flash began, on a grid of ``time_step_s``;
-* ``text``: a control that needs no media, in the same conversation format.
-
-Colours, pitches and order are dealt jointly, so that each answer is equally frequent and none
-tells anything about another; both orders are dealt the same pairs of times. ``order`` and ``when``
-describe the same two times, so either start alone says something about the order: it is at chance
-only when picture *and* sound are blanked. Length and frame count are the same in every clip.
-Everything is a function of ``(seed, split, clip index)``; nothing depends on wall time or on the
-order in which clips are written, so the caller may write clips from several processes.
+Everything is a function of (seed, split, clip index), so clips may be written from several processes.
 """
-
-from __future__ import annotations
 
 import fractions
 import json
@@ -39,7 +27,6 @@ from av.video.reformatter import VideoReformatter
 
 Split = Literal["train", "heldout"]
 
-TASKS = ("color", "tone", "order", "when", "text")
 MEDIA_TASKS = ("color", "tone", "order", "when")
 
 # Six corners of the RGB cube; their names start with different letters.
@@ -91,46 +78,43 @@ _DEAL_STREAM, _CLIP_STREAM, _TEXT_STREAM = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticConfig:
-    """What is written, and how much of it.
-
-    Attributes:
-        seed: The key of everything drawn.
-        train_clips: Clips in the training split. A multiple of 72 deals every combination of
-            colour, pitch and order equally often; a multiple of 6, every single answer.
-        heldout_clips: Clips in the held-out split, each asked every media question once; likewise.
-        train_text_documents: Text-only training conversations, of ``questions_per_text_document``.
-        questions_per_text_document: Questions in each of them.
-        heldout_text_questions: Text-only held-out rows, of one question each.
-        duration_s: Length of every clip's picture, in seconds; the sound ends up to 64 ms earlier.
-        frame_rate: Frames per second of the file.
-        picture_size: Height and width of the picture, in pixels (even).
-        sample_rate: Sound samples per second (mono).
-        event_s: How long each event lasts, in seconds.
-        first_start_s: Earliest start of an event, in seconds.
-        time_step_s: Starts are multiples of this many seconds.
-        minimum_gap_s: Least distance between the starts of flash and tone, in seconds.
-        keyframe_interval: Frames between key frames.
-        crf: Constant rate factor of libx264 (higher is smaller and coarser).
-        audio_bit_rate: Bits per second of the AAC stream.
-    """
+    """What is written, and how much of it."""
 
     seed: int = 0
+    """The key of everything drawn."""
     train_clips: int = 576
+    """Clips in the training split. A multiple of 72 deals every combination of colour, pitch and order equally
+    often; a multiple of 6, every single answer."""
     heldout_clips: int = 144
+    """Clips in the held-out split, each asked every media question once; likewise."""
     train_text_documents: int = 96
+    """Text-only training conversations, of `questions_per_text_document`."""
     questions_per_text_document: int = 5
+    """Questions in each of them."""
     heldout_text_questions: int = 114
+    """Text-only held-out rows, of one question each."""
     duration_s: int = 6
+    """Length of every clip's picture, in seconds; the sound ends up to 64 ms earlier."""
     frame_rate: int = 8
+    """Frames per second of the file."""
     picture_size: int = 64
+    """Height and width of the picture, in pixels (even)."""
     sample_rate: int = 16000
+    """Sound samples per second (mono)."""
     event_s: float = 1.5
+    """How long each event lasts, in seconds."""
     first_start_s: float = 0.5
+    """Earliest start of an event, in seconds."""
     time_step_s: float = 0.5
+    """Starts are multiples of this many seconds."""
     minimum_gap_s: float = 1.5
+    """Least distance between the starts of flash and tone, in seconds."""
     keyframe_interval: int = 16
+    """Frames between key frames."""
     crf: int = 23
+    """Constant rate factor of libx264 (higher is smaller and coarser)."""
     audio_bit_rate: int = 48000
+    """Bits per second of the AAC stream."""
 
     def __post_init__(self) -> None:
         if self.picture_size % 2:
@@ -148,25 +132,22 @@ class SyntheticConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipPlan:
-    """What happens in one clip.
-
-    Attributes:
-        split: The split it belongs to.
-        index: Its index in that split.
-        color: A key of ``COLORS``.
-        tone: A key of ``TONES``.
-        flash_start_s: Start of the flash, in seconds from the start of the clip.
-        tone_start_s: Start of the tone, in seconds.
-        shape_start_s: Start of the shape, in seconds.
-    """
+    """What happens in one clip."""
 
     split: Split
+    """The split it belongs to."""
     index: int
+    """Its index in that split."""
     color: str
+    """A key of `COLORS`."""
     tone: str
+    """A key of `TONES`."""
     flash_start_s: float
+    """Start of the flash, in seconds from the start of the clip."""
     tone_start_s: float
+    """Start of the tone, in seconds."""
     shape_start_s: float
+    """Start of the shape, in seconds."""
 
     @property
     def name(self) -> str:
@@ -174,7 +155,7 @@ class ClipPlan:
         return f"{self.split}_{self.index:05d}"
 
     def answer(self, question: str) -> str:
-        """The answer to a key of ``QUESTIONS``."""
+        """The answer to a key of `QUESTIONS`."""
         if question == "color":
             return self.color
         if question == "tone":
@@ -189,7 +170,7 @@ class ClipPlan:
 
 
 def _deal(rng: np.random.Generator, values: int, count: int) -> np.ndarray:
-    """``count`` indices below ``values``, each equally often (to within one), in random order."""
+    """`count` indices below `values`, each equally often (to within one), in random order."""
     return rng.permutation(np.arange(count) % values)
 
 
@@ -306,7 +287,7 @@ def write_clip(config: SyntheticConfig, plan: ClipPlan, path: Path) -> None:
             frame.time_base = fractions.Fraction(1, config.frame_rate)
             container.mux(video.encode(frame))
         container.mux(video.encode(None))
-        # Whole AAC frames only: a padded last one would decode to more than ``duration_s``.
+        # Whole AAC frames only: a padded last one would decode to more than `duration_s`.
         step = _AAC_FRAME_SAMPLES
         for start in range(0, len(sound) - step + 1, step):
             block = av.AudioFrame.from_ndarray(sound[None, start : start + step], format="fltp", layout="mono")
@@ -392,7 +373,7 @@ def heldout_rows(config: SyntheticConfig, plans: Sequence[ClipPlan]) -> list[dic
 
 
 def write_manifests(folder: Path, config: SyntheticConfig) -> list[ClipPlan]:
-    """Write ``train.jsonl`` and ``heldout.jsonl``; return the clips they name, not yet written."""
+    """Write `train.jsonl` and `heldout.jsonl`; return the clips they name, not yet written."""
     (folder / "media").mkdir(parents=True, exist_ok=True)
     train, heldout = plan_clips(config, "train"), plan_clips(config, "heldout")
     for name, rows in (

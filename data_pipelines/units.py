@@ -10,10 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from data_pipelines.container import SAMPLE_RATE, AudioTrack, ClipIndex, VideoTrack
-from mmcp.sequence import Unit
-
-HOP = 160  # samples from one mel frame to the next
+from data_pipelines.container import AudioTrack, ClipIndex, VideoTrack
+from mmcp.sequence import HOP, SAMPLE_RATE, Unit
 
 
 class PictureRule(Protocol):

@@ -89,6 +89,8 @@ class _Worker:
         theirs.close()
 
     def call(self, function: Callable[..., Reply], args: tuple, deadline_s: float) -> Reply:
+        if self.process.poll() is not None and not self.stopped:
+            self._replace()  # it died between jobs, so this one is not to blame
         began = time.monotonic()
         try:
             self.connection.send((function, args))
@@ -112,7 +114,7 @@ class _Worker:
     def _array(self, *, shape: list[int], dtype: str) -> np.ndarray:
         array = np.empty(shape, dtype=dtype)
         if array.nbytes:
-            self.connection.recv_bytes_into(memoryview(array).cast("B"))
+            self.connection.recv_bytes_into(array.data.cast("B"))
         return array
 
     def _replace(self) -> None:

@@ -75,4 +75,12 @@ class AudioWindows(Encoder):
     def build(self, width: int) -> "nn.Module":
         from encoders.networks.windows import WindowTransformer
 
-        return WindowTransformer(self, width)
+        return WindowTransformer(
+            width,
+            bins=self.bins,
+            frames_per_row=self.frames_per_row,
+            channels=self.channels,
+            layers=self.layers,
+            heads=self.heads,
+            mlp_ratio=self.mlp_ratio,
+        )

@@ -29,6 +29,8 @@ class Encoder(ABC):
 
     kind: ClassVar[str]
     """image, video or audio: what it encodes."""
+    name: str
+    """The name it is registered under."""
 
     @abstractmethod
     def grid(self, size: tuple[int, ...]) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ Both make one row of each block of merge x merge neighbouring patches: the patch
 projected to the model's width.
 """
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import PositiveInt
@@ -26,9 +27,14 @@ class VisionEncoder(Encoder):
         return 1
 
     @property
+    def frame_axis(self) -> tuple[int, ...]:
+        """The axis of frames that a unit's array has: (frames,) for video, () for images."""
+        return (self.frames,) if self.kind == "video" else ()
+
+    @property
+    @abstractmethod
     def multiple(self) -> int:
         """Pixels along a picture's side that make one row."""
-        raise NotImplementedError
 
     def grid(self, size: tuple[int, ...]) -> tuple[int, int, int]:
         frames, height, width = (1, *size) if self.kind == "image" else size
@@ -94,7 +100,16 @@ class PatchEncoder(VisionEncoder):
     def build(self, width: int) -> "nn.Module":
         from encoders.networks.patches import PatchTransformer
 
-        return PatchTransformer(self, width)
+        return PatchTransformer(
+            width,
+            frames=self.frame_axis,
+            patch=self.patch,
+            merge=self.merge,
+            channels=self.channels,
+            layers=self.layers,
+            heads=self.heads,
+            mlp_ratio=self.mlp_ratio,
+        )
 
 
 @config
@@ -134,12 +149,12 @@ class TimmEncoder(VisionEncoder):
         from encoders.networks.timm_vision import measure
 
         self.grid(size)
-        return measure(self, size, width)
+        return measure(self.model, size, width=width, merge=self.merge, frames=self.frame_axis)
 
     def build(self, width: int) -> "nn.Module":
         from encoders.networks.timm_vision import TimmVision
 
-        return TimmVision(self, width)
+        return TimmVision(width, model=self.model, checkpoint=self.checkpoint, merge=self.merge, frames=self.frame_axis)
 
 
 @ENCODERS.register("image_patches")

@@ -11,8 +11,8 @@ from functools import cache
 
 import numpy as np
 
-SAMPLE_RATE = 16000
-HOP = 160  # samples from one frame to the next
+from mmcp.sequence import HOP, SAMPLE_RATE
+
 HALO = 200  # samples on either side of a frame's centre that it sees
 SILENCE = -10.0  # log10 of the least power that is told apart
 BLOCK = 256  # frames transformed at a time: keeps the working memory within a processor's cache

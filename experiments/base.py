@@ -1,7 +1,7 @@
 """What every job shares: the config of a run, and the model and plans that it describes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -10,6 +10,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from data_pipelines.clip import ClipConfig
 from encoders import ENCODERS, AudioWindows, Encoder, ImagePatches, TokenizerConfig, VideoPatches
+from mmcp.attention import AttentionConfig
 from mmcp.config import OneOf, config
 from mmcp.model.backbone import BackboneConfig
 from mmcp.model.vlm import VideoLM
@@ -70,7 +71,7 @@ class DataConfig:
     held_out: str = ""
     """Shards to evaluate on; empty: none."""
     held_out_samples: PositiveInt = 64
-    """Samples whose mean loss is measured during training: the first of the held-out shards."""
+    """Most samples whose mean loss is measured during training, evenly spaced over the held-out shards."""
     documents_per_step: PositiveInt = 8
     """Samples of one optimizer step, over all ranks."""
     row_tokens: PositiveInt = 4096
@@ -123,6 +124,11 @@ class RunConfig:
         """Type that FSDP2 casts parameters to; None: as they are."""
         return torch.bfloat16 if self.dtype == "bfloat16" else None
 
+    def with_pattern(self, pattern: tuple[AttentionConfig, ...]) -> "RunConfig":
+        """Return the config with other attention in its layers."""
+        backbone = replace(self.model.backbone, pattern=pattern)
+        return replace(self, model=replace(self.model, backbone=backbone))
+
     def planner(self, vocabulary: int) -> "Planner":
         """Make the planner of this run."""
         costs = cost_model(
@@ -140,7 +146,7 @@ def build_model(model: ModelConfig, *, vocabulary: int, seed: int, dtype: torch.
     width = model.backbone.width
     torch.manual_seed(seed)
     encoders = {kind: encoder.build(width) for kind, encoder in model.encoders.items()}
-    return VideoLM(model.backbone.build(), encoders, vocabulary=vocabulary, width=width).to(dtype)
+    return VideoLM(model.backbone.build(), encoders, vocabulary=vocabulary).to(dtype)
 
 
 def cost_model(model: ModelConfig, *, vocabulary: int, dtype: torch.dtype, call_tokens: int, rates: Rates) -> CostModel:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -16,15 +16,15 @@ from rich.progress import track
 from rich.table import Table
 
 from data_pipelines.clip import build_sequence
-from data_pipelines.examine import Media
 from data_pipelines.loader import Loaded
 from data_pipelines.manifest import Sample
 from data_pipelines.shards import ShardSet
 from data_pipelines.workers import WorkerPool
 from experiments.base import RunConfig
-from experiments.pipeline import Document, Pipeline, PlannedStep, agree_on, collect, read_steps
+from experiments.check_run import check_heads
+from experiments.pipeline import Document, Pipeline, PlannedStep, Samples, agree_on, collect, read_steps
 from experiments.runtime import run_runner
-from experiments.train_video_lm import check_heads, with_ranks
+from experiments.train_video_lm import with_ranks
 from mmcp.config import load
 from mmcp.generate import generate
 from mmcp.parallel.launch import launch
@@ -75,13 +75,12 @@ def open_run(run: Path, ranks: int | None) -> tuple[RunConfig, Path]:
 def evaluate(settings: RunConfig, saved: Path, blank: bool) -> tuple[dict[str, dict[str, float | int]], list[str]]:
     """Answer every held-out question on this rank's part; return the grades and what could not be used."""
     with Answering(settings, saved, ShardSet.open(settings.data.held_out), blank=blank) as answering:
-        graded, lost = [], []
-        for document, answer in answering.answer_all():
-            if isinstance(answer, str):
-                graded.append(Graded(document.sample.task or "all", reference(document.sample), answer))
-            else:
-                lost.append(f"sample '{document.sample.id}' could not be read")
-        return grade(graded), [*lost, *answering.refused]
+        graded = [
+            Graded(document.sample.task or "all", reference(document.sample), answer)
+            for document, answer in answering.answer_all()
+            if answer is not None
+        ]
+        return grade(graded), answering.refused
 
 
 def reference(sample: Sample) -> str:
@@ -92,15 +91,6 @@ def reference(sample: Sample) -> str:
     return "".join(item.text for item in items if item.kind == "text")
 
 
-class Samples(Protocol):
-    """What questions come from."""
-
-    def __len__(self) -> int: ...
-
-    def load(self, number: int) -> tuple[Sample, dict[str, Media]]:
-        """Return a sample and what is known of its media."""
-
-
 class Answering:
     """A model on this rank that answers the questions of some shards; use as a context manager, on every rank."""
 
@@ -108,6 +98,7 @@ class Answering:
         self.settings, self.saved, self.shards = settings, saved, shards
         self.blank, self.room = blank, room
         self.refused: list[str] = []
+        """Samples that could not be laid out or read, and why."""
 
     def __enter__(self) -> "Answering":
         with ExitStack() as stack:
@@ -116,15 +107,15 @@ class Answering:
             self.tokenizer = self.settings.tokenizer.build()
             vocabulary = self.tokenizer.vocab_size
             self.runner: StepRunner = run_runner(self.settings, self.mesh, vocabulary=vocabulary)
-            checkpoint.load(self.saved, model=self.runner.model)
+            checkpoint.load(self.saved, model=self.runner.model, group=self.mesh.world)
             self.pool = WorkerPool(self.settings.data.workers, self.settings.data.deadline_s)
             stack.callback(self.pool.close)
             self.pipeline = Pipeline(self.settings, self.tokenizer, self.shards, self.settings.planner(vocabulary))
             self.stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.stack.__exit__(*error)
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
 
     def answer_all(self) -> Iterator[tuple[Document, str | None]]:
         """Yield (document, answer) for every sample; the answer is None where a rank could not read it."""
@@ -156,7 +147,8 @@ class Answering:
         return Document(sample, media, TokenSequence((*prompt, answer)), ())
 
     def _answers(self, step: Loaded[PlannedStep]) -> Iterator[tuple[Document, str | None]]:
-        work = agree_on(collect(step), self.runner)
+        work, messages = agree_on(collect(step), self.runner)
+        self.refused += messages
         work = blanked(work, self.runner) if self.blank else work
         rows = step.payload.documents
         drafts = [[document.sequence.segments[-1].ids for document in row] for row in rows]
@@ -173,7 +165,6 @@ def blanked(work: StepWork, runner: StepRunner) -> StepWork:
     arrays = {
         number: {unit: _blank(work.plan.rows[number], unit, runner) for unit in row}
         for number, row in work.arrays.items()
-        if number is not None
     }
     return replace(work, arrays=arrays)
 

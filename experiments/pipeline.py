@@ -1,8 +1,9 @@
 """From sample numbers to planned and decoded steps: where data, encoders and plans meet."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from data_pipelines.decode_units import decode_units
 from data_pipelines.examine import Media
 from data_pipelines.loader import Job, Loaded, Loader
 from data_pipelines.manifest import Sample
+from data_pipelines.media import MediaError
 from data_pipelines.packing import pack_rows
 from data_pipelines.shards import ShardSet
 from data_pipelines.workers import WorkerError, WorkerPool
@@ -61,16 +63,37 @@ class UnitJob:
     """Numbers of the units in the row."""
 
 
+class Samples(Protocol):
+    """What samples come from: a ShardSet, or anything that answers like one."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, number: int, /) -> tuple[Sample, dict[str, Media]]:
+        """Return a sample and what is known of its media."""
+
+
+@dataclass(frozen=True)
+class OneSample:
+    """A single sample that answers like a shard set."""
+
+    sample: Sample
+    media: dict[str, Media]
+
+    def __len__(self) -> int:
+        return 1
+
+    def load(self, _: int) -> tuple[Sample, dict[str, Media]]:
+        return self.sample, self.media
+
+
 @dataclass(frozen=True, eq=False)
 class Pipeline:
     """Lays out samples, packs and plans them, and tells what one rank has to decode."""
 
     config: RunConfig
     tokenizer: Tokenizer
-    shards: ShardSet
+    shards: Samples
     planner: Planner
-    bins: int = field(default=80)
-    """Mel bands of the sound encoder."""
 
     @property
     def rules(self) -> Rules:
@@ -80,11 +103,16 @@ class Pipeline:
     def document(self, number: int) -> Document:
         """Lay out one sample. Raises ValueError naming it."""
         sample, media = self.shards.load(number)
-        sequence, report = build_sequence(sample, media, self.config.clip, rules=self.rules)
+        try:
+            sequence, report = build_sequence(sample, media, self.config.clip, rules=self.rules)
+        except MediaError as error:
+            raise ValueError(f"sample '{sample.id}': {error}") from None
         if not len(sequence.label_positions):
             raise ValueError(f"sample '{sample.id}' has no answer to train on; add an assistant's turn")
-        notes = (*report.budget.reduced, *(f"{name}: no sound" for name in report.without_sound))
-        return Document(sample, media, sequence, notes)
+        notes = [*report.budget.reduced, *(f"{name}: no sound" for name in report.without_sound)]
+        if report.repeated_stamps:
+            notes.append(f"{report.repeated_stamps} frame groups are stamped with the same time as the one before")
+        return Document(sample, media, sequence, tuple(notes))
 
     def plan(self, numbers: Sequence[int]) -> PlannedStep:
         """Lay out, pack and plan the samples of one step, in this order."""
@@ -125,7 +153,7 @@ class Pipeline:
             for start in range(0, len(numbers), JOB_UNITS):
                 part = numbers[start : start + JOB_UNITS]
                 own = [sequence.units[unit] for unit in part]
-                mel = partial(log_mel_raw, bins=self.bins)
+                mel = partial(log_mel_raw, bins=self.config.model.audio.bins)
                 yield Job(
                     UnitJob(row, document, tuple(part)),
                     step.documents[row][document].sample.id,
@@ -136,7 +164,7 @@ class Pipeline:
 
 def collect(loaded: Loaded[PlannedStep]) -> LoadedStep:
     """Sort a step's decoded units by row, and its failures by document."""
-    arrays: dict[int | None, dict[int, np.ndarray]] = {}
+    arrays: dict[int, dict[int, np.ndarray]] = {}
     faults: dict[tuple[int, int], str] = {}
     seconds, frames, notes = 0.0, 0, []
     for job, result in loaded.results:
@@ -157,6 +185,12 @@ def collect(loaded: Loaded[PlannedStep]) -> LoadedStep:
         decode_s=seconds,
         waited_s=loaded.waited_s,
         frames_decoded=frames,
+        reduced=tuple(
+            f"sample '{document.sample.id}': {'; '.join(document.notes)}"
+            for row in loaded.payload.documents
+            for document in row
+            if document.notes
+        ),
     )
 
 
@@ -174,21 +208,21 @@ def read_steps(
 
 
 def held_out_loss(pipeline: Pipeline, runner: StepRunner, pool: WorkerPool) -> float:
-    """Return the mean token loss over the first `data.held_out_samples` held-out samples; the same on every rank."""
+    """Return the mean token loss over `data.held_out_samples` held-out samples; the same on every rank."""
     data = pipeline.config.data
     held_out = replace(pipeline, shards=ShardSet.open(data.held_out))
-    numbers = range(min(len(held_out.shards), data.held_out_samples))
+    numbers = range(0, len(held_out.shards), -(-len(held_out.shards) // data.held_out_samples))
     batches = [numbers[i : i + data.documents_per_step] for i in range(0, len(numbers), data.documents_per_step)]
     loss, labels = 0.0, 0
     plan, steps = (lambda i: held_out.plan(batches[i])), range(len(batches))
     for step in read_steps(held_out, runner.mesh, pool, plan=plan, steps=steps):
-        work = agree_on(collect(step), runner)
+        work, _ = agree_on(collect(step), runner)
         loss += runner.score(work, StageClock(runner.device))[0].item()
         labels += work.label_tokens
     return loss / max(1, labels)
 
 
-def agree_on(step: LoadedStep, runner: StepRunner) -> StepWork:
-    """Make samples that any rank could not read void on all ranks."""
+def agree_on(step: LoadedStep, runner: StepRunner) -> tuple[StepWork, tuple[str, ...]]:
+    """Make samples that any rank could not read void on all ranks; return why they could not be."""
     status = exchange_status(step.work.plan, step.faults, stop=False, group=runner.mesh.world, device=runner.device)
-    return replace(step.work, void=status.void)
+    return replace(step.work, void=status.void), status.messages

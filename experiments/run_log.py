@@ -1,6 +1,7 @@
 """What a training run writes down on the way: metrics, the first plan, progress for people."""
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from mmcp.parallel.mesh import Mesh
 from mmcp.sharding.balance import Balance, balance, inspect_record
 from mmcp.sharding.cost import row_costs
 from mmcp.sharding.step import StepPlan
-from mmcp.training.metrics import MetricsWriter, memory_mb
+from mmcp.training.metrics import MetricsWriter, rss_mb
 from mmcp.training.run_folder import write_json
 from mmcp.training.train import Counters, LoadedStep
+
+REDUCED_SHOWN = 3  # samples told by name to be seen less finely than asked; the others are counted
 
 
 class RunLog:
@@ -28,6 +31,7 @@ class RunLog:
         self.folder, self.mesh, self.planner, self.counters = folder, mesh, pipeline.planner, counters
         self.is_writer = mesh.rank == 0
         self.told: set[str] = set()
+        self.num_reduced = 0
         self.start, self.total = start, settings.optim.total_steps
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         shown = [TextColumn(column) if isinstance(column, str) else column for column in columns]
@@ -47,27 +51,52 @@ class RunLog:
 
     def step(self, metrics: dict[str, Any], loaded: LoadedStep) -> None:
         """Write one step's line; every rank calls it, since each tells its memory and its damage."""
-        told = {"pss": memory_mb()["pss"], "notes": sorted(set(loaded.notes) - self.told)}
+        told = {"rss_mb": rss_mb(), "notes": sorted(set(loaded.notes) - self.told)}
         self.told.update(loaded.notes)
         ranks = all_gather_json(told, group=self.mesh.world, name="log")
         if not self.writer:
             return
         for note in dict.fromkeys(note for rank in ranks for note in rank["notes"]):
             self.progress.console.print(f"warning: {note}", highlight=False, markup=False)
+        for text in loaded.reduced[: max(0, REDUCED_SHOWN - self.num_reduced)]:
+            self.progress.console.print(f"note: {text}", highlight=False, markup=False)
+        self.num_reduced += len(loaded.reduced)
         plan = loaded.work.plan
         costs, balances = self._priced(plan)
         seconds = metrics["seconds"]["total"]
         flops = sum(cost.total_flops for cost in costs) * self.planner.costs.passes
         metrics |= {
             "flops_per_second": flops / seconds,
-            "predicted": {"total": sum(each.step_ns for each in balances) / 1e9},
+            "predicted": self._predicted(balances),
             "imbalance": balances[0].imbalance if balances else {},
-            "rss_mb": [rank["pss"] for rank in ranks],
+            "rss_mb": [rank["rss_mb"] for rank in ranks],
         }
         self.writer.write(metrics)
         if loaded.step == self.start and balances:
             self._write_plan(plan, balances[0])
-        self.progress.update(self.task, completed=loaded.step + 1, description=f"train  loss {metrics['loss']:.4f}")
+        self._show(loaded.step + 1, metrics)
+
+    def _show(self, done: int, metrics: dict[str, Any]) -> None:
+        """Move the bar on a terminal; elsewhere print a line every twentieth of the run."""
+        told = f"train  loss {metrics['loss']:.4f}"
+        self.progress.update(self.task, completed=done, description=told)
+        if not self.progress.console.is_terminal and (done % max(1, self.total // 20) == 0 or done == self.total):
+            left = self.progress.tasks[0].time_remaining
+            ends = "" if left is None else f"  {left:.0f} s left"
+            print(f"{told}  step {done} of {self.total}{ends}", file=sys.stderr, flush=True)
+
+    def _predicted(self, balances: list[Balance]) -> dict[str, float]:
+        """Seconds of the slowest rank by stage, as the plans price them, summed over the step's rows."""
+        costs = self.planner.costs
+        stages = {"decode": 0, "encode": 0, "backbone": 0, "loss": 0, "total": 0}
+        for each in balances:
+            backbone = [sum(pair) for pair in zip(each.linear_flops, each.attention_flops, strict=True)]
+            stages["decode"] += max(each.decode_ns)
+            stages["encode"] += costs.ns(max(each.encoder_flops))
+            stages["backbone"] += costs.ns(max(backbone))
+            stages["loss"] += costs.ns(max(each.label_rows) * costs.label_flops)
+            stages["total"] += each.step_ns
+        return {stage: nanoseconds / 1e9 for stage, nanoseconds in stages.items()}
 
     def _priced(self, plan: StepPlan) -> tuple[list, list[Balance]]:
         """Price the step's rows."""
@@ -78,7 +107,10 @@ class RunLog:
     def _write_plan(self, plan: StepPlan, first: Balance) -> None:
         """Keep the first step's plan, and the balance of its first row."""
         (self.folder / "plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
-        write_json(self.folder / "inspect.json", inspect_record(plan.plans[0], first, plan_ms=0.0))
+        began = time.perf_counter()
+        self.planner.row(plan.rows[0])
+        took = 1000 * (time.perf_counter() - began)
+        write_json(self.folder / "inspect.json", inspect_record(plan.plans[0], first, plan_ms=took))
 
     def _say_losses(self) -> None:
         """Tell at the end what was not used."""
@@ -88,5 +120,7 @@ class RunLog:
             f"{counters.skipped_steps} steps had no label",
             file=sys.stderr,
         )
+        if self.num_reduced:
+            print(f"{self.num_reduced} were seen or heard less finely than asked", file=sys.stderr)
         for message, count in counters.faults.items():
             print(f"  {count} x {message}", file=sys.stderr)

@@ -1,13 +1,15 @@
 """The model of a run on one rank: built, wrapped for context parallelism, sharded."""
 
+from typing import cast
+
 import torch
 
-from encoders.mel import finish
+from encoders.mel import SILENCE, finish
 from experiments.base import ModelConfig, RunConfig, build_model
 from mmcp.parallel.apply import shard_parameters, wrap_attention
 from mmcp.parallel.collectives import all_reduce
 from mmcp.parallel.mesh import Mesh
-from mmcp.training.media import MediaInputs
+from mmcp.training.media import MediaInputs, UnitEncoder
 from mmcp.training.step import StepRunner
 
 
@@ -26,12 +28,12 @@ def make_runner(
     """
     model = build_model(model_config, vocabulary=vocabulary, seed=seed, dtype=dtype).to(mesh.device)
     wrap_attention(model, mesh)
-    encoders = dict(model.encoders.items())
-    units = [*model.backbone.blocks, *dict.fromkeys(encoders.values())]
+    units = [*model.backbone.blocks, *dict.fromkeys(model.encoders.values())]
     shard_parameters(model, mesh, units=units, compute_dtype=compute_dtype)
     media = MediaInputs(
-        encoders,
+        {kind: cast(UnitEncoder, module) for kind, module in model.encoders.items()},
         finish=finish,
+        silence=SILENCE,
         reduce_max=lambda values: all_reduce(values, "max", group=mesh.cp, name="loudest sound"),
         device=mesh.device,
     )

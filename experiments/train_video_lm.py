@@ -5,9 +5,8 @@ Resume:  mmcp train experiments/configs/demo.yaml --ranks 2 --resume      (also 
 Result:  the run folder: config.yaml, env.json, metrics.jsonl, plan.json, checkpoints/, report/
 """
 
-import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,26 @@ from data_pipelines.sampler import Order, OrderState
 from data_pipelines.shards import ShardSet
 from data_pipelines.workers import WorkerPool
 from experiments.base import RunConfig
+from experiments.check_run import check
 from experiments.pipeline import Pipeline, collect, held_out_loss, read_steps
 from experiments.run_log import RunLog
 from experiments.runtime import run_runner
-from mmcp.attention.base import split_heads
 from mmcp.config import as_values, dump, load
 from mmcp.parallel.launch import launch
-from mmcp.parallel.mesh import build_mesh, device_type_for, process_group
+from mmcp.parallel.mesh import Mesh, build_mesh, device_type_for, process_group
 from mmcp.parallel.stop import StopRequest
 from mmcp.report.run import write_run_report
 from mmcp.training import checkpoint
 from mmcp.training.run_folder import open_run_folder, write_setup
 from mmcp.training.step import StepRunner
-from mmcp.training.train import Counters, Trainer
+from mmcp.training.train import Counters, OnStep, Trainer
 
-RESUMABLE = ("folder", "mesh", "train", "data.workers", "data.prefetch", "data.deadline_s")
+RESUMABLE = (
+    "folder",
+    "mesh",
+    "train",
+    *(f"data.{name}" for name in ("held_out", "held_out_samples", "workers", "prefetch", "deadline_s")),
+)
 """What may differ when a run is resumed: nothing that changes the samples, the model or the updates."""
 
 
@@ -46,13 +50,11 @@ def run(
 ) -> None:
     """Check everything that can be checked, then train. Raises ValueError for what cannot work, before any work."""
     settings = with_ranks(load(RunConfig, config, overrides), ranks)
-    check(settings)
+    check(settings, file=config.resolve(), resume=resume)
     if dry_run:
         print(dump(settings), end="")
         return
     folder = open_run_folder(settings.folder, resume=resume)
-    if resume and checkpoint.latest(folder / "checkpoints") is None:
-        raise ValueError(f"nothing to resume: no complete checkpoint in {folder / 'checkpoints'}; drop --resume")
     launch(train, settings.mesh.world, settings, folder, resume)
     print(f"run: {folder}\nreport: {write_run_report(folder)}")
 
@@ -71,32 +73,36 @@ def with_ranks(settings: RunConfig, ranks: int | None) -> RunConfig:
     return replace(settings, mesh=replace(mesh, ulysses=ranks // others))
 
 
-def check(settings: RunConfig) -> None:
-    """Split the heads, build the tokenizer, open the data: what can fail should fail here. Raises ValueError."""
-    check_heads(settings)
-    settings.planner(settings.tokenizer.build().vocab_size).step([])
-    for name, spec in (("train", settings.data.train), ("held_out", settings.data.held_out)):
-        if spec:
-            try:
-                found = ShardSet.open(spec, strict=settings.train.strict)
-            except ValueError as error:
-                raise ValueError(f"data.{name}: {error}") from None
-            print(f"data.{name}: {found.summary()}", file=sys.stderr)
-            for problem in found.problems:
-                print(f"warning: {problem}", file=sys.stderr)
+@contextmanager
+def unwatched(_: StepRunner) -> Iterator[OnStep]:
+    """Look at nothing."""
+    yield lambda metrics, loaded: None
 
 
-def check_heads(settings: RunConfig) -> None:
-    """Raise ValueError when the heads cannot be split over the mesh."""
-    backbone = settings.model.backbone
-    split_heads(backbone.heads, backbone.kv_heads, settings.mesh.ulysses)
+def train(
+    settings: RunConfig,
+    folder: Path,
+    resume: bool,
+    watch: Callable[[StepRunner], AbstractContextManager[OnStep]] = unwatched,
+) -> None:
+    """Train on this rank, from joining the others to leaving them.
+
+    watch: entered with the runner before the first step; what it gives is called after each, once that is logged
+    """
+    with process_group(device_type_for(settings.parameter_dtype)) as device:
+        train_on(build_mesh(settings.mesh, device=device), settings, folder, resume=resume, watch=watch)
 
 
-def train(settings: RunConfig, folder: Path, resume: bool) -> None:
-    """Train on this rank."""
+def train_on(
+    mesh: Mesh,
+    settings: RunConfig,
+    folder: Path,
+    *,
+    resume: bool,
+    watch: Callable[[StepRunner], AbstractContextManager[OnStep]] = unwatched,
+) -> None:
+    """Train on this rank of the mesh."""
     with ExitStack() as stack:
-        device = stack.enter_context(process_group(device_type_for(settings.parameter_dtype)))
-        mesh = build_mesh(settings.mesh, device=device)
         stop = stack.enter_context(StopRequest())
         tokenizer = settings.tokenizer.build()
         runner = run_runner(settings, mesh, vocabulary=tokenizer.vocab_size)
@@ -120,7 +126,7 @@ def train(settings: RunConfig, folder: Path, resume: bool) -> None:
             optim=settings.optim,
             settings=settings.train,
             counters=counters,
-            on_step=log.step,
+            on_step=(log.step, stack.enter_context(watch(runner))),
             save=lambda done: save(settings, folder, runner, optimizer, done, counters, num_samples=len(shards)),
             held_out_loss=lambda: held_out_loss(pipeline, runner, pool),
             stop_requested=stop.is_set,
@@ -157,7 +163,7 @@ def save(
         "config": as_values(settings),
         "ranks": runner.mesh.world.size,
     }
-    checkpoint.save(target, done, model=runner.model, optimizer=optimizer, state=state)
+    checkpoint.save(target, done, model=runner.model, optimizer=optimizer, state=state, group=runner.mesh.world)
     if runner.mesh.rank == 0:
         checkpoint.prune(target, settings.train.keep_last)
 
@@ -178,7 +184,7 @@ def restore(
     step = state["step"]
     if state["order"] != asdict(order_at(settings, num_samples, step)):
         raise ValueError(f"{found} was saved on other data ({state['order']}, now {num_samples} samples)")
-    checkpoint.load(found, model=runner.model, optimizer=optimizer)
+    checkpoint.load(found, model=runner.model, optimizer=optimizer, group=runner.mesh.world)
     return step, Counters(**state["counters"])
 
 

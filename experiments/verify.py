@@ -1,80 +1,116 @@
 """Is the N-rank step the one-rank step? Loss, hidden states and every parameter's gradient, compared.
 
-Run:     mmcp verify experiments/configs/demo.yaml --ranks 3
-Expect:  errors near the rounding of the type: below 1e-10 in float64, below 1e-5 in float32.
+Run:     mmcp verify experiments/configs/demo.yaml --ranks 3           (the first training step of prepared shards)
+         mmcp verify experiments/configs/demo.yaml --ranks 3 --synthetic            (drawn rows; nothing to prepare)
+Expect:  errors near the rounding of the type, float64 unless `dtype=` is given: below 1e-10, float32 below 1e-5.
 """
 
-from dataclasses import dataclass
+import math
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from rich.table import Table
 
-from mmcp.parallel.collectives import all_reduce
-from mmcp.training.step import StageClock, StepRunner, StepWork
+from data_pipelines.sampler import Order
+from data_pipelines.shards import ShardSet
+from data_pipelines.workers import WorkerPool
+from encoders import Tokenizer
+from experiments.base import RunConfig
+from experiments.check_run import check_heads
+from experiments.exactness import LIMITS, Computed, compare, measure
+from experiments.pipeline import Pipeline, agree_on, collect, read_steps
+from experiments.runtime import run_runner
+from experiments.synthetic_rows import STEP, draw_media, draw_rows
+from experiments.train_video_lm import with_ranks
+from mmcp.config import load
+from mmcp.parallel.launch import launch
+from mmcp.parallel.mesh import MeshConfig, build_mesh, process_group
+from mmcp.report.outcome import Outcome
+from mmcp.training.step import StepRunner, StepWork
 
-LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
-"""Largest error that still counts as equal, by type."""
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """What one step computed; the same on every rank."""
-
-    loss: float
-    """Mean token loss of the step."""
-    hidden: dict[int, Tensor]
-    """By row number: [s, e] final hidden states in sequence order."""
-    gradients: dict[str, Tensor]
-    """By parameter name: the whole gradient."""
-
-
-def measure(runner: StepRunner, work: StepWork) -> Outcome:
-    """Run one step forward and backward and gather everything it computed."""
-    mesh, clock = runner.mesh, StageClock(runner.device)
-    loss_sum = all_reduce(runner.backward(work, clock), "sum", group=mesh.world, name="loss")
-    named = runner.model.named_parameters()
-    gradients = {name: _whole(parameter.grad).clone() for name, parameter in named}
-    runner.model.zero_grad()
-    return Outcome(loss_sum.item() / work.label_tokens, _hidden(runner, work, clock), gradients)
+ERRORS = ("loss_rel", "hidden_rel", "grad_rel_max")
 
 
-@torch.no_grad()
-def _hidden(runner: StepRunner, work: StepWork, clock: StageClock) -> dict[int, Tensor]:
-    mesh, rows = runner.mesh, {}
-    for batch in runner.micro_batches(work, clock):
-        local = runner.hidden(batch)
-        if batch.number is not None:
-            rows[batch.number] = local.new_zeros(batch.sequence.num_tokens, local.shape[1])
-            positions = torch.from_numpy(batch.row.info.plan.positions(mesh.cp.index))
-            rows[batch.number][positions] = local
-    width = runner.model.embedding.weight.shape[1]
-    dtype = runner.model.embedding.weight.dtype
-    empty = {i: torch.zeros(row.num_tokens, width, dtype=dtype) for i, row in enumerate(work.plan.rows)}
-    return {i: all_reduce(rows.get(i, empty[i]), "sum", group=mesh.world, name="verify") for i in empty}
+def run(config: Path, overrides: Sequence[str] = (), *, ranks: int | None = None, synthetic: bool = False) -> Outcome:
+    """Compute the same step on one rank and on N, and compare; a success only when they are equal.
 
-
-def compare(one: Outcome, many: Outcome) -> dict[str, float | str]:
-    """Return the errors of `many` against `one`: |a - b| / max(|b|, 1e-3 |g|), L2 norms per tensor.
-
-    g is the gradient of the whole model, so that a tensor whose true gradient is 0 is held to the model's scale.
+    The computation is in float64, whatever the config says, unless `dtype=` is among the overrides.
+    Raises ValueError for a config, data or ranks that cannot work, before anything is started.
     """
-    whole = float(np.sqrt(sum(float(grad.double().square().sum()) for grad in one.gradients.values())))
-    errors = {
-        name: float((many.gradients[name] - grad).norm()) / max(float(grad.norm()), 1e-3 * whole, 1e-300)
-        for name, grad in one.gradients.items()
-    }
-    worst = max(errors, key=lambda name: errors[name])
-    hidden = [float((many.hidden[i] - row).norm()) / max(float(row.norm()), 1e-300) for i, row in one.hidden.items()]
-    return {
-        "loss_rel": abs(many.loss - one.loss) / max(abs(one.loss), 1e-300),
-        "hidden_rel": max(hidden, default=0.0),
-        "grad_rel_max": errors[worst],
-        "worst_parameter": worst,
-    }
+    is_dtype_given = any(override.partition("=")[0].strip() == "dtype" for override in overrides)
+    settings = load(RunConfig, config, overrides if is_dtype_given else [*overrides, "dtype=float64"])
+    settings = with_ranks(settings, ranks)
+    _check(settings, synthetic)
+    world = settings.mesh.world
+    with tempfile.TemporaryDirectory(prefix="mmcp-verify-") as folder:
+        one, many = Path(folder, "one.safetensors"), Path(folder, "many.safetensors")
+        launch(compute, 1, replace(settings, mesh=MeshConfig()), synthetic, one)
+        launch(compute, world, settings, synthetic, many)
+        errors = compare(Computed.read(one), Computed.read(many))
+    limit = LIMITS[settings.dtype]
+    is_ok = all(float(errors[name]) < limit for name in ERRORS)
+    finite = {name: value if isinstance(value, str) or math.isfinite(value) else None for name, value in errors.items()}
+    record = {"ok": is_ok, "dtype": settings.dtype, **finite, "ranks": world}
+    return Outcome(record=record, tables=[_table(record, limit)], is_ok=is_ok)
 
 
-def _whole(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None, "every parameter has a gradient after a step"
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+def _check(settings: RunConfig, synthetic: bool) -> None:
+    """Raise ValueError for what cannot work."""
+    if settings.mesh.world == 1:
+        raise ValueError("one rank against itself proves nothing; give --ranks 2 or more")
+    check_heads(settings)
+    settings.planner(settings.tokenizer.build().vocab_size).step([])
+    if synthetic:
+        return
+    try:
+        ShardSet.open(settings.data.train)
+    except ValueError as error:
+        raise ValueError(f"data.train: {error}; prepare it, or verify on drawn rows with --synthetic") from None
+
+
+def compute(settings: RunConfig, synthetic: bool, file: Path) -> None:
+    """Compute the step on this rank of the mesh; rank 0 writes what all of them computed."""
+    with process_group("cpu") as device:
+        mesh = build_mesh(settings.mesh, device=device)
+        tokenizer = settings.tokenizer.build()
+        runner = run_runner(settings, mesh, vocabulary=tokenizer.vocab_size)
+        work = (drawn_step if synthetic else first_step)(settings, runner, tokenizer)
+        if not work.label_tokens:
+            raise ValueError("no sample of the first step can be used; see what `mmcp prepare` says of the data")
+        computed = measure(runner, work)
+        if mesh.rank == 0:
+            computed.write(file)
+
+
+def first_step(settings: RunConfig, runner: StepRunner, tokenizer: Tokenizer) -> StepWork:
+    """Plan the first step of a training run and decode this rank's units of it."""
+    shards = ShardSet.open(settings.data.train)
+    pipeline = Pipeline(settings, tokenizer, shards, settings.planner(tokenizer.vocab_size))
+    numbers = Order(settings.seed, len(shards)).take(settings.data.documents_per_step)
+    with closing(WorkerPool(settings.data.workers, settings.data.deadline_s)) as pool:
+        steps = read_steps(pipeline, runner.mesh, pool, plan=lambda _: pipeline.plan(numbers), steps=range(1))
+        (step,) = map(collect, steps)
+    return agree_on(step, runner)[0]
+
+
+def drawn_step(settings: RunConfig, runner: StepRunner, tokenizer: Tokenizer) -> StepWork:
+    """Plan a step of drawn rows: every kind of segment, packed and alone, with and without labels."""
+    encoders, vocabulary = settings.model.encoders, tokenizer.vocab_size
+    rows = draw_rows(STEP, seed=settings.seed, encoders=encoders, vocabulary=vocabulary)
+    plan = settings.planner(vocabulary).step(rows)
+    return StepWork(plan, draw_media(rows, seed=settings.seed, encoders=encoders))
+
+
+def _table(record: dict, limit: float) -> Table:
+    verdict = "equal" if record["ok"] else "NOT EQUAL"
+    table = Table(title=f"{record['ranks']} ranks against one in {record['dtype']}: {verdict}")
+    for heading in ("what", "largest error", "limit", "where"):
+        table.add_column(heading)
+    for name, what in zip(ERRORS, ("loss", "hidden states", "gradients"), strict=True):
+        error = "not finite" if record[name] is None else f"{record[name]:.1e}"
+        where = record["worst_parameter"] if name == "grad_rel_max" else ""
+        table.add_row(what, error, f"{limit:.0e}", where)
+    return table

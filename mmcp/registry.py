@@ -1,7 +1,7 @@
 """One table per kind of component: name -> class or function."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -22,5 +22,5 @@ class Registry(dict):
             raise ValueError(f"{self.kind} '{name}' is already registered by {self[name].__module__}")
         return lambda entry: self.setdefault(name, entry)
 
-    def __missing__(self, name: str):
+    def __missing__(self, name: str) -> NoReturn:
         raise KeyError(f"unknown {self.kind} '{name}'; registered: {', '.join(sorted(self))}")

@@ -19,6 +19,8 @@ import numpy as np
 
 KINDS = ("text", "image", "video", "audio")
 NO_ID = -1  # id of a position that holds an encoder's row instead of a text token
+SAMPLE_RATE = 16000  # samples a second of all sound: sample n of a clip is at n / SAMPLE_RATE on its clock
+HOP = 160  # samples from one mel frame to the next
 NO_LABEL = -100  # label of a position that is not trained; torch's cross entropy ignores it
 
 

@@ -1,8 +1,11 @@
-"""environment.yml and constraints.txt against the dependencies in pyproject.toml.
+"""environment.yml, constraints.txt and the imports of every module against the dependencies in pyproject.toml.
 
 Run: python -m pytest tests/test_environment.py
 """
 
+import ast
+import importlib.metadata
+import sys
 import tomllib
 from pathlib import Path
 
@@ -13,6 +16,17 @@ from ruamel.yaml import YAML
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONDA_NAMES = {"pytorch-gpu": "torch"}
+OURS = ("mmcp", "encoders", "data_pipelines", "experiments", "tests")
+NOT_IMPORTED = {
+    "decord": "doctor looks for it",
+    "mypy": "make lint runs it",
+    "pytest-timeout": "pytest loads it",
+    "ruff": "make lint runs it",
+    "tensorboard": "torch.utils.tensorboard writes through it",
+    "torchvision": "timm imports it",
+    "transformers": "tests skip themselves without it",
+}
+COMES_WITH = {"pydantic-core": "pydantic"}
 
 
 def requirements(*extras: str) -> dict[str, Requirement]:
@@ -43,3 +57,52 @@ def test_what_the_two_commands_install_is_pinned_inside_the_ranges():
     for name, requirement in requirements("hf", "dev").items():
         version = next(iter(pins[name].specifier)).version
         assert requirement.specifier.contains(version), f"{requirement} does not allow {version}"
+
+
+def test_everything_that_is_installed_with_them_is_pinned():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {canonicalize_name(Requirement(line).name) for line in lines if not line.startswith("#")}
+    needed: set[str] = set()
+    waiting = [(requirement, "") for requirement in requirements("hf", "dev").values()]
+    while waiting:
+        requirement, extra = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        key = f"{name}[{','.join(sorted(requirement.extras))}]"
+        if key in needed or (requirement.marker and not requirement.marker.evaluate({"extra": extra})):
+            continue
+        needed.add(key)
+        for line in importlib.metadata.requires(name) or []:
+            waiting += [(Requirement(line), extra) for extra in (requirement.extras or {""})]
+    names = {key.partition("[")[0] for key in needed}
+    assert not names - pins, "pin these in constraints.txt"
+    if sys.platform == "linux":
+        assert not pins - names, "nothing needs these any more"
+
+
+def imported(*folders: str) -> set[str]:
+    """Return the distributions that the modules below some folders import anywhere in them."""
+    providers = importlib.metadata.packages_distributions()
+    tops: set[str] = set()
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                tops |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                tops.add((node.module or "").partition(".")[0])
+    foreign = tops - set(sys.stdlib_module_names) - set(OURS)
+    found = {canonicalize_name(providers.get(top, [top])[0]) for top in foreign}
+    return {COMES_WITH.get(name, name) for name in found}
+
+
+def test_what_the_library_imports_is_a_dependency_or_an_extra_of_running():
+    assert not imported(*OURS[:-1]) - requirements("gpu", "decord").keys()
+
+
+def test_what_the_tests_import_is_listed():
+    assert not imported("tests") - requirements(*PROJECT["optional-dependencies"]).keys()
+
+
+def test_every_dependency_is_imported_or_has_another_reason():
+    running, testing = requirements("gpu", "decord").keys(), requirements("hf", "dev").keys()
+    unused = (running - imported(*OURS[:-1])) | (testing - running - imported("tests"))
+    assert unused == NOT_IMPORTED.keys()

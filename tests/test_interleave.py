@@ -3,13 +3,12 @@
 Run: pytest tests/test_interleave.py
 """
 
-import time
 from decimal import ROUND_FLOOR, Decimal, getcontext
 from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmcp.interleave import ORDER, StampConfig, TimedText, Track, interleave
@@ -50,7 +49,6 @@ def test_worked_example():
     assert segments[2].stream == 1 and segments[2].source == "clip.mp4"
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["video", "image", "audio"]), st.booleans(), st.lists(SECONDS)), max_size=4),
        st.lists(SECONDS, max_size=5))  # fmt: skip
 def test_order_equals_a_slow_merge(drawn, captions):
@@ -81,7 +79,6 @@ def test_nothing_gives_nothing():
     assert interleave([track("video", [])], stamp=stamp) == []
 
 
-@settings(deadline=None)
 @given(SECONDS, st.integers(0, 4))
 def test_times_are_written_exactly(seconds, decimals):
     getcontext().prec = 60
@@ -102,11 +99,10 @@ def test_halves_go_up_and_the_pattern_is_kept():
         StampConfig(pattern="<now>")
 
 
-def test_an_hour_takes_a_tenth_of_a_second():
+def test_an_hour_keeps_every_unit_in_its_place():
     video = track("video", [Fraction(2 * i) for i in range(1800)], stamped=True, length=2)
     audio = track("audio", [Fraction(i) for i in range(3600)], stream=1)
-    start = time.process_time()
     segments = interleave([video, audio], stamp=stamp)
-    elapsed = time.process_time() - start
     assert len(TokenSequence(tuple(segments)).units) == 5400 and len(segments) == 3 * 1800
-    assert elapsed < 0.1
+    assert [segment.kind for segment in segments] == ["text", "video", "audio"] * 1800
+    assert all(len(segment.units) == 2 for segment in segments if segment.kind == "audio")

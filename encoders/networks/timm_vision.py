@@ -5,8 +5,8 @@ BatchNorm is frozen in its stored statistics, since a unit's rows must not depen
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +20,31 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from encoders.image import TimmEncoder
 from encoders.networks.layers import Projector, initialise, wide
 
 
 class TimmVision(nn.Module):
-    """Each frame through timm's model; the features of merge x merge places and all frames make one row."""
+    """Each frame through timm's model; the features of merge x merge places and all frames make one row.
 
-    def __init__(self, config: TimmEncoder, width: int):
+    checkpoint: file with the weights of timm's model; empty draws them
+    frames:     the axis of frames of a unit, (f,) for a video, () for an image, which has none
+    """
+
+    def __init__(self, width: int, *, model: str, checkpoint: str, merge: int, frames: tuple[int, ...]):
         super().__init__()
-        self.config = config
-        self.backbone: Any = without_unused(create(config.model), config.model)
-        if config.checkpoint:
-            load(self.backbone, config.checkpoint, left_out=unused(config.model))
-        features = config.frames * config.merge**2 * self.backbone.num_features
+        self.model, self.merge, self.frames = model, merge, frames
+        self.backbone: Any = without_unused(create(model), model)
+        if checkpoint:
+            load(self.backbone, checkpoint, left_out=unused(model))
+        features = prod(frames) * merge**2 * self.backbone.num_features
         self.norm = nn.LayerNorm(features)
         self.projector = Projector(features, width)
         initialise(self.projector, layers=1)
 
     def empty(self) -> Tensor:
         """Return a call's input of no units."""
-        frames = () if self.config.kind == "image" else (self.config.frames,)
-        sides = smallest(self.config.model, self.config.multiple)
-        return torch.zeros(0, *frames, *sides, 3, dtype=torch.uint8, device=self.norm.weight.device)
+        sides = smallest(self.model, stride(self.model) * self.merge)
+        return torch.zeros(0, *self.frames, *sides, 3, dtype=torch.uint8, device=self.norm.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Encode units of one size.
@@ -50,15 +52,13 @@ class TimmVision(nn.Module):
         x: image [n, h, w, 3], video [n, f, h, w, 3] uint8
         returns: [n * rows, e]  row by row of each unit's grid
         """
-        _, rows, columns = self.config.grid(tuple(x.shape[1:-1]))
-        units, merge = len(x), self.config.merge
+        rows, columns = places(self.model, *x.shape[-3:-1])
+        units, frames, merge = len(x), prod(self.frames), self.merge
         # Not every timm model takes 0 pictures: encode a black one and keep none of it.
         x = x if units else x.new_zeros(1, *x.shape[1:])
         pixels = rearrange(x if x.dim() == 5 else x[:, None], "n f h w c -> (n f) c h w")
-        features = self._features(self._normalise(pixels), rows * merge, columns * merge)[: units * self.config.frames]
-        joined = rearrange(
-            features, "(n f) (h a) (w b) c -> n (h w) (f a b c)", n=units, f=self.config.frames, a=merge, b=merge
-        )
+        features = self._features(self._normalise(pixels), rows, columns)[: units * frames]
+        joined = rearrange(features, "(n f) (h a) (w b) c -> n (h w) (f a b c)", n=units, f=frames, a=merge, b=merge)
         return self.projector(self.norm(joined))
 
     def _normalise(self, pixels: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def smallest(model: str, multiple: int) -> tuple[int, int]:
 
 
 @cache
-def measure(config: TimmEncoder, size: tuple[int, ...], width: int) -> tuple[int, int]:
+def measure(model: str, size: tuple[int, ...], *, width: int, merge: int, frames: tuple[int, ...]) -> tuple[int, int]:
     """FLOPs forward of one unit, and how many numbers its forward keeps for its backward, each storage once."""
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -207,7 +207,7 @@ def measure(config: TimmEncoder, size: tuple[int, ...], width: int) -> tuple[int
 
     cpu_attention = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
     with shapes_only():
-        module = TimmVision(replace(config, checkpoint=""), width)
+        module = TimmVision(width, model=model, checkpoint="", merge=merge, frames=frames)
     with FakeTensorMode():  # a processor's kernels are chosen, nothing is computed
         module._apply(lambda weight: torch.empty(weight.shape, dtype=weight.dtype))
         with FlopCounterMode(display=False, custom_mapping=cpu_attention) as flops, saved_tensors_hooks(keep, keep):
@@ -217,5 +217,5 @@ def measure(config: TimmEncoder, size: tuple[int, ...], width: int) -> tuple[int
     return flops.get_total_flops(), sum(storage.nbytes() for storage in kept.values()) // 4
 
 
-def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *args, out_shape=None, **kwargs) -> int:
+def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
     return sdpa_flop_count(q, k, v)

@@ -2,10 +2,12 @@
 
 from typing import Annotated
 
-from pydantic import Field
-
+from mmcp.attention.base import ATTENTION, Variant
 from mmcp.attention.linear import LinearConfig
 from mmcp.attention.softmax import SoftmaxConfig
+from mmcp.config import OneOf
 
-AttentionConfig = Annotated[SoftmaxConfig | LinearConfig, Field(discriminator="name")]
+__all__ = ["ATTENTION", "AttentionConfig", "LinearConfig", "SoftmaxConfig", "Variant"]
+
+AttentionConfig = Annotated[Variant, OneOf(ATTENTION)]
 """Any variant's config, told apart by `name`."""

@@ -37,7 +37,9 @@ class OneOf:
 
     registry: Registry
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler):
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: pydantic.GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
         for name, cls in self.registry.items():
             allowed = typing.get_args(typing.get_type_hints(cls).get("name"))
             assert allowed == (name,), f"{cls.__name__} is registered as '{name}' but its field `name` allows {allowed}"

@@ -49,7 +49,8 @@ class BackboneConfig:
     """Give the projections to queries, keys and values a bias, as in Qwen2."""
     norm_eps: float = 1e-6
     init_std: float = 0.02
-    """Standard deviation of new weights; those that write to the residual stream are 1 / sqrt(2 layers) of it."""
+    """Standard deviation of new weights, embedding and head included; those that write to the residual stream are
+    1 / sqrt(2 layers) of it."""
     checkpointing: bool = False
     """Keep only the input of each block for backward."""
 

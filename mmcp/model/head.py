@@ -12,10 +12,10 @@ class LMHead(nn.Module):
     weight: [vocabulary, e]
     """
 
-    def __init__(self, width: int, vocabulary: int):
+    def __init__(self, width: int, vocabulary: int, *, std: float):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocabulary, width))
-        nn.init.normal_(self.weight, std=width**-0.5)
+        nn.init.normal_(self.weight, std=std)
 
     def forward(self, rows: Tensor, labels: Tensor, *, chunk: int = 1024) -> Tensor:
         """Return the sum of the rows' token losses, in float32 or the rows' type, whichever is wider.

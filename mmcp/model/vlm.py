@@ -49,13 +49,14 @@ class VideoLM(nn.Module):
     encoders: by segment kind; image and video may be one module
     """
 
-    def __init__(self, backbone: Backbone, encoders: dict[str, nn.Module], *, vocabulary: int, width: int):
+    def __init__(self, backbone: Backbone, encoders: dict[str, nn.Module], *, vocabulary: int):
         super().__init__()
+        width, std = backbone.settings.width, backbone.settings.init_std
         self.embedding = nn.Embedding(vocabulary, width)
-        nn.init.normal_(self.embedding.weight, std=1.0)
+        nn.init.normal_(self.embedding.weight, std=std)
         self.encoders = nn.ModuleDict(encoders)
         self.backbone = backbone
-        self.head = LMHead(width, vocabulary)
+        self.head = LMHead(width, vocabulary, std=std)
 
     def encode(self, calls: list[tuple[str, Tensor]]) -> Tensor:
         """Run the planned encoder calls: one (kind, input) each, inputs may hold 0 units. Returns [n_r, e]."""

@@ -6,10 +6,9 @@ The model itself knows nothing of it. Order: `wrap_attention`, then `shard_param
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from mmcp.attention.base import LocalAttention
 from mmcp.parallel.mesh import Mesh
@@ -58,17 +57,6 @@ def shard_parameters(
         sharded = fully_shard(module, mesh=device_mesh, mp_policy=precision)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale inside a reduction
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients so that their norm over the whole model is at most `max_norm`; return the norm before.
-
-    returns []  the L2 norm over all parameters of all ranks, equal on every rank
-    """
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return norm
 
 
 def _parameter_mesh(mesh: Mesh) -> DeviceMesh:

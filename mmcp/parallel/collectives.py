@@ -69,8 +69,8 @@ class Group:
         return len(self.ranks)
 
 
-class RankError(RuntimeError):
-    """A fault that one rank saw, raised on all of them."""
+class PeerError(RuntimeError):
+    """A fault of another rank, of which this one only tells; that rank raises its own error, or is gone."""
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def all_gather(values: Tensor, *, group: Group, name: str, timeout: timedelta | 
     """Return the `values` of all ranks of `group`, stacked in rank order; not differentiable.
 
     values: [...]  of one shape on all ranks -> [ranks, ...]
-    timeout: how long to wait (the group's own if None). Raises RankError when a rank does not answer in time.
+    timeout: how long to wait (the group's own if None). Raises PeerError when a rank does not answer in time.
     """
     if group.size == 1:
         return values.detach().unsqueeze(0)
@@ -149,7 +149,7 @@ def all_gather(values: Tensor, *, group: Group, name: str, timeout: timedelta | 
     try:
         work.wait(timeout) if timeout else work.wait()
     except RuntimeError as error:
-        raise RankError(f"'{name}': a rank of {group.ranks} has died or gave no answer in time ({error})") from error
+        raise PeerError(f"'{name}': a rank of {group.ranks} has died or gave no answer in time ({error})") from error
     return torch.stack(gathered)
 
 
@@ -163,22 +163,24 @@ def all_gather_json(value: Any, *, group: Group, name: str) -> list[Any]:
 
 
 def agree(error: Exception | None, *, group: Group, timeout: timedelta = AGREE_TIMEOUT) -> None:
-    """Raise RankError on all ranks of `group` if any of them brings an error; every rank must call it.
+    """Raise on all ranks of `group` if any of them brings an error; every rank must call it.
 
-    One exchange of STATUS_BYTES per rank. The message names every failing rank with its error's type and text; on a
-    failing rank its own error is the cause.
+    A rank that brings an error raises that one; the others raise PeerError, which names every failing rank with its
+    error's type and text. One exchange of STATUS_BYTES per rank.
     """
     text = f"{type(error).__name__}: {error}".encode()[: STATUS_BYTES - 1] if error else b""
     status = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
     status[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
     statuses = all_gather(status, group=group, name="agree", timeout=timeout)
+    if error is not None:
+        raise error
     failures = [
         f"rank {rank}: {bytes(row).rstrip(bytes(1)).decode(errors='replace')}"
         for rank, row in zip(group.ranks, statuses.tolist(), strict=True)
         if row[0]
     ]
     if failures:
-        raise RankError("; ".join(failures)) from error
+        raise PeerError("; ".join(failures))
 
 
 class _ExchangeRows(torch.autograd.Function):

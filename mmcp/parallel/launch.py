@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from mmcp.parallel.agree import PeerError
+from mmcp.parallel.collectives import PeerError
 
 SETTLE = 1.0  # seconds to wait for the cause when only its consequences have been seen
 GRACE = 3.0  # seconds a rank has to end by itself after a failure before it is killed

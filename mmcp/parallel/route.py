@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from mmcp.parallel.collectives import Group, exchange
-from mmcp.sequence import TokenSequence
 from mmcp.sharding.plan import ShardPlan
-from mmcp.sharding.ranges import as_indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +64,6 @@ class Router:
         made = [positions[kept] for positions, kept in zip(made, used, strict=True)]
         media = row_map(made, [plan.owner[positions] for positions in made], rank=rank, device=device)
         self.media = replace(media, send=torch.from_numpy(used[rank]).to(device)[media.send])
-        mine = np.sort(np.concatenate(made))
-        mine = mine[plan.owner[mine] == rank]
-        self.places = torch.from_numpy(plan.local(rank, mine)).to(device)
-        """[m] int64: which of this rank's tokens are media rows, ascending."""
-
         holder = plan.owner[plan.label_positions]
         held = [np.flatnonzero(holder == r) for r in range(plan.ranks)]
         labels = row_map(held, [plan.scorer[numbers] for numbers in held], rank=rank, device=device)
@@ -82,7 +75,7 @@ class Router:
 
         rows: [n_r, e]  what this rank encoded, in the order of its encoder calls
         trainable: whether rows carry gradients on any rank, known from the config
-        returns [m, e]  the rows of this rank's tokens at `places`
+        returns [m, e]  the rows of this rank's media tokens, ascending
         """
         assert len(rows) == self.num_rows, f"{len(rows)} rows, the plan has {self.num_rows}"
         return _route(rows, self.media, self.group, "route media", trainable)
@@ -92,14 +85,9 @@ class Router:
 
         hidden: [s/cp, e]  this rank's tokens
         trainable: whether hidden carries gradients on any rank, known from the config
-        returns [l, e]  one row for each label that this rank scores, ascending (`scored_labels`)
+        returns [l, e]  one row for each label that this rank scores, ascending
         """
         return _route(hidden, self.labels, self.group, "route labels", trainable)
-
-
-def scored_labels(sequence: TokenSequence, plan: ShardPlan, *, rank: int) -> np.ndarray:
-    """Return [l] int64: the targets of the rows that `to_scorers` brings to `rank`."""
-    return sequence.labels[plan.label_positions[as_indices(plan.scored[rank])]]
 
 
 def _route(rows: Tensor, rows_map: RowMap, group: Group, name: str, trainable: bool) -> Tensor:

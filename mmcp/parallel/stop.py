@@ -13,7 +13,7 @@ class StopRequest:
     with StopRequest() as stop:
         for step in ...:
             ...
-            if any_rank(stop.is_set()):     # ranks get their signals at different times
+            if all_reduce(torch.tensor(int(stop.is_set())), "max", ...):     # ranks get signals at different times
                 save(...)
                 break
     """

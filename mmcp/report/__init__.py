@@ -1,1 +1,1 @@
-""""""
+"""What people see: tables, figures, pages, and the doctor."""

@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from rich.table import Table
 
 from mmcp.parallel.launch import RankError, launch
 from mmcp.report.outcome import Outcome
+from mmcp.training import run_folder
 
 GIB = 2**30
 OK, LACKS, BROKEN = "ok", "lacks", "broken"
@@ -56,14 +56,7 @@ def _python() -> Finding:
 
 def _packages() -> Finding:
     """Hold what is installed against the requirements that have no extra."""
-    missing = []
-    for requirement in importlib.metadata.requires("mmcp") or []:
-        name = re.split(r"[^A-Za-z0-9_.-]", requirement, maxsplit=1)[0]
-        if "extra ==" not in requirement:
-            try:
-                importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                missing.append(name)
+    missing = [name for name in run_folder.required_packages(with_extras=False) if run_folder.version(name) is None]
     if missing:
         return Finding("packages", BROKEN, f"missing: {', '.join(missing)}", "imports fail", "run `make setup`")
     return Finding("packages", OK, "all that pyproject.toml requires")

@@ -1,16 +1,17 @@
 """PNG figures for papers and run folders. Drawn without pyplot, so no display and no backend setting matters."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from mmcp.report.numbers import decimate, is_number
 from mmcp.report.palette import BLUE, GREY, MODALITY, SERIES, VERMILION
-from mmcp.report.terminal import COLUMNS, COST_OF
+from mmcp.report.terminal import COLUMNS, COST_OF, ratios
 from mmcp.sequence import KINDS
 
 MARKERS_BELOW = 60  # points up to which each is marked; a single point would else be invisible
@@ -44,6 +45,36 @@ def save_accuracy(path: Path, tasks: Mapping[str, Mapping]) -> None:
     _finish(path, figure, axes, is_empty=not shown, has_legend=True)
 
 
+def save_bars(
+    path: Path,
+    groups: Mapping[str, Mapping[str, tuple[float, float | None]]],
+    *,
+    floor: Mapping[str, float],
+    floor_label: str = "",
+    title: str,
+    y_label: str,
+) -> None:
+    """Draw the values of several groups side by side, with their deviations.
+
+    groups: by group, name -> (value, standard deviation or None); the names are the same in all groups
+    floor:  by name, what is reached without doing anything; drawn as a line, in the legend as `floor_label` if given
+    """
+    figure, axes = _figure(title)
+    names = list(floor)
+    wide = 0.8 / max(1, len(groups))
+    for number, (group, values) in enumerate(groups.items()):
+        place = np.arange(len(names)) - 0.4 + wide * (number + 0.5)
+        heights, deviations = zip(*(values[name] for name in names), strict=True) if names else ((), ())
+        errors = [deviation or 0.0 for deviation in deviations]
+        axes.bar(place, heights, wide, yerr=errors, capsize=3, color=SERIES[number % len(SERIES)], label=_plain(group))
+    for number, name in enumerate(names):
+        label = "" if number else floor_label
+        axes.hlines(floor[name], number - 0.4, number + 0.4, color=GREY, linestyle="--", label=label)
+    axes.set(xticks=np.arange(len(names)), ylabel=y_label)
+    axes.set_xticklabels([_plain(name) for name in names], rotation=20, ha="right")
+    _finish(path, figure, axes, is_empty=not (groups and names), has_legend=True)
+
+
 def save_shards(path: Path, record: Mapping) -> None:
     """Draw tokens by modality and every cost of each rank of an `inspect` record, the mean dashed."""
     per_rank = record["per_rank"]
@@ -56,7 +87,7 @@ def save_shards(path: Path, record: Mapping) -> None:
         _bars(grid[0], below + tokens, below, color=MODALITY[kind], label=kind)
         below = below + tokens
     grid[0].set_title("tokens by modality")
-    grid[0].legend(fontsize=8)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(KINDS))
     for axes, (field, heading) in zip(grid[1:], COLUMNS.items(), strict=True):
         values = np.array([float(entry[field]) for entry in per_rank])
         _bars(axes, values, np.zeros(len(values)), color=BLUE if field in COST_OF else GREY)
@@ -65,9 +96,23 @@ def save_shards(path: Path, record: Mapping) -> None:
         axes.set_title(heading + imbalance)
     for axes in grid:
         axes.set_xlabel("rank")
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         axes.xaxis.get_major_locator().set_params(integer=True)
     figure.suptitle(_plain(f"{record['strategy']}: {record['tokens']:,} tokens on {record['ranks']} ranks"))
     _save(path, figure)
+
+
+def save_comparison(path: Path, records: Sequence[Mapping]) -> None:
+    """Draw step time and each cost of `inspect` records of one row over the least there can be, by strategy."""
+    groups = {record["strategy"]: {name: (ratio, None) for name, ratio in ratios(record).items()} for record in records}
+    save_bars(
+        path,
+        groups,
+        floor=dict.fromkeys(ratios(records[0]), 1.0),
+        title=f"{records[0]['tokens']:,} tokens on {records[0]['ranks']} ranks",
+        y_label="slowest rank / least mean",
+    )
 
 
 def _bars(axes: Axes, tops: np.ndarray, bottoms: np.ndarray, *, color: str, label: str = "") -> None:

@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 class Outcome:
     """The result of one job."""
 
-    record: dict[str, Any]
+    record: dict[str, Any] | list[dict[str, Any]]
     """Strict JSON values: what `--json` prints."""
     tables: Sequence[RenderableType] = ()
     """What is printed without `--json`."""

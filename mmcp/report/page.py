@@ -1,6 +1,6 @@
 """One HTML page that works offline: plotly's script inlined, light and dark, every picture with its numbers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -18,6 +18,8 @@ p { color: var(--soft); max-width: 70ch; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--line); padding: 0.25rem 0.75rem; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
+.facts td { text-align: left; white-space: normal; overflow-wrap: anywhere; vertical-align: top; }
+.facts td:first-child { white-space: nowrap; }
 thead th { position: sticky; top: 0; background: var(--paper); }
 summary { cursor: pointer; color: var(--soft); }
 """
@@ -50,6 +52,7 @@ class Section:
     picture: go.Figure | None = None
     table: str = ""
     """HTML made by `table`."""
+    table_title: str = "The same in numbers"
     is_table_open: bool = False
     """Whether the table shows without a click."""
 
@@ -59,6 +62,12 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="numbers"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def facts_table(facts: Mapping[str, str]) -> str:
+    """Return an HTML table of names and what is said of them; all text is escaped."""
+    body = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in facts.items())
+    return f'<table class="facts"><tbody>{body}</tbody></table>'
 
 
 def page(title: str, sections: Iterable[Section]) -> str:
@@ -92,5 +101,5 @@ def _section(section: Section, number: int) -> str:
         )
     if section.table:
         state = " open" if section.is_table_open else ""
-        parts.append(f"<details{state}><summary>The same in numbers</summary>{section.table}</details>")
+        parts.append(f"<details{state}><summary>{escape(section.table_title)}</summary>{section.table}</details>")
     return "\n".join([*parts, "</section>"])

@@ -28,27 +28,56 @@ def ribbon_section(plan: ShardPlan, sequence: TokenSequence | None) -> Section:
         for (start, stop), middle in zip(pairwise(edges.tolist()), middles.tolist(), strict=True)
     ]
     figure = make_subplots(rows=3, cols=1, shared_xaxes=True, vertical_spacing=0.04)
-    strips = (
-        ("modality", kinds[middles], [KINDS[kind] for kind in kinds[middles]]),
-        ("held by", plan.owner[middles], [f"held by rank {rank}" for rank in plan.owner[middles]]),
-        ("encoded by", encoder[middles], [_encoded_by(rank) for rank in encoder[middles].tolist()]),
-    )
-    for row, (name, values, labels) in enumerate(strips, start=1):
-        shown = [f"{label}<br>{where}" for label, where in zip(labels, hover, strict=True)]
-        figure.add_trace(_strip(name, edges, values, shown, ranks=plan.ranks, is_modality=row == 1), row=row, col=1)
-    for kind in KINDS:
-        square = {"size": 10, "color": MODALITY[kind], "symbol": "square"}
-        figure.add_trace(go.Scatter(x=[None], y=[None], mode="markers", marker=square, name=kind), row=1, col=1)
-    figure.update_yaxes(fixedrange=True)
+    for trace in _shares(edges, kinds):
+        figure.add_trace(trace, row=1, col=1)
+    owners, encoders = plan.owner[middles].tolist(), _first_encoders(edges, encoder).tolist()
+    for row, (values, words) in enumerate(((owners, "held by"), (encoders, "encoded by")), start=2):
+        shown = [
+            f"{'text, not encoded' if rank == NOT_ENCODED else f'{words} rank {rank}'}<br>{where}"
+            for rank, where in zip(values, hover, strict=True)
+        ]
+        figure.add_trace(_strip(words, edges, values, shown, ranks=plan.ranks), row=row, col=1)
+    figure.update_yaxes(fixedrange=True, showgrid=False, ticklabelstandoff=6)
+    figure.update_yaxes(range=[0, 1], tickvals=[0.5], ticktext=["modality"], row=1, col=1)
+    figure.update_xaxes(showgrid=False, range=[0, max(1, plan.num_tokens)])
     figure.update_xaxes(title_text="token", row=3, col=1)
-    figure.update_layout(height=330, legend={"orientation": "h", "y": 1.18})
+    figure.update_layout(height=330, legend={"orientation": "h", "y": 1.18, "traceorder": "normal"})
     return Section(
         title="The sequence over the ranks",
-        text="The row from its first token to its last: what each token is, which rank holds it and, for rows of "
-        "encoders, which rank encodes it. Where the last two differ, rows are routed. Drag to zoom.",
+        text="The row from its first token to its last: what each token is (where tokens are narrower than a pixel, "
+        "the share of each kind), which rank holds it and, for rows of encoders, which rank encodes it. Where the "
+        "last two differ, rows are routed. Drag to zoom.",
         picture=figure,
         table=_range_table(plan),
     )
+
+
+def _shares(edges: np.ndarray, kinds: np.ndarray) -> list[go.Scatter]:
+    """Return one area per kind, stacked: its share of the tokens between two edges."""
+    traces = []
+    for number, kind in enumerate(KINDS):
+        before = np.concatenate([[0], np.cumsum(kinds == number)])
+        share = np.diff(before[edges]) / np.diff(edges)
+        traces.append(
+            go.Scatter(
+                x=edges.tolist(),
+                y=[*share.tolist(), *share[-1:].tolist()],
+                name=kind,
+                stackgroup="kinds",
+                mode="lines",
+                line={"width": 0, "shape": "hv"},
+                fillcolor=MODALITY[kind],
+                hovertemplate=f"{kind} %{{y:.0%}}<extra></extra>",
+            )
+        )
+    return traces
+
+
+def _first_encoders(edges: np.ndarray, encoder: np.ndarray) -> np.ndarray:
+    """Return the rank that encodes the first media token between two edges, NOT_ENCODED where there is none."""
+    media = np.append(np.flatnonzero(encoder != NOT_ENCODED), len(encoder))
+    first = media[np.searchsorted(media, edges[:-1])]
+    return np.where(first < edges[1:], np.append(encoder, NOT_ENCODED)[first], NOT_ENCODED)
 
 
 def _kinds_and_encoders(plan: ShardPlan) -> tuple[np.ndarray, np.ndarray]:
@@ -64,23 +93,17 @@ def _kinds_and_encoders(plan: ShardPlan) -> tuple[np.ndarray, np.ndarray]:
     return kinds, encoder
 
 
-def _encoded_by(rank: int) -> str:
-    return "text, not encoded" if rank == NOT_ENCODED else f"encoded by rank {rank}"
-
-
-def _strip(name: str, edges, values, hover: list[str], *, ranks: int, is_modality: bool) -> go.Heatmap:
-    """Return one coloured strip; positions that are not encoded stay empty."""
-    steps = [(index / len(KINDS), (index + 1) / len(KINDS), MODALITY[kind]) for index, kind in enumerate(KINDS)]
-    modality = [(position, colour) for low, high, colour in steps for position in (low, high)]
+def _strip(name: str, edges: np.ndarray, values: list[int], hover: list[str], *, ranks: int) -> go.Heatmap:
+    """Return one strip coloured by rank; positions that are not encoded stay empty."""
     return go.Heatmap(
         x=edges.tolist(),
         y=[name],
-        z=[[None if value == NOT_ENCODED else value for value in values.tolist()]],
+        z=[[None if value == NOT_ENCODED else value for value in values]],
         text=[hover],
         hovertemplate="%{text}<extra></extra>",
-        colorscale=modality if is_modality else RANKS,
-        zmin=-0.5 if is_modality else 0,
-        zmax=len(KINDS) - 0.5 if is_modality else max(1, ranks - 1),
+        colorscale=RANKS,
+        zmin=0,
+        zmax=max(1, ranks - 1),
         showscale=False,
     )
 

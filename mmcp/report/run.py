@@ -11,9 +11,9 @@ from mmcp.report.page import Section, page, table
 from mmcp.report.palette import BLUE, GREY, SERIES
 from mmcp.report.shards import shard_sections
 from mmcp.sharding.plan import ShardPlan
+from mmcp.training.step import STAGES
 
 LOSSES = ("loss", "held_out_loss")
-STAGES = ("decode", "encode", "route", "backbone", "loss", "optimizer", "total")
 NO_DATA = "No data yet."
 
 
@@ -65,7 +65,8 @@ def _series(steps: list[dict], names: tuple[str, ...]) -> dict[str, Points]:
 
 def _stage_series(steps: list[dict]) -> dict[str, Points]:
     return {
-        name: finite((step.get("step"), (step.get("seconds") or {}).get(name)) for step in steps) for name in STAGES
+        name: finite((step.get("step"), (step.get("seconds") or {}).get(name)) for step in steps)
+        for name in (*STAGES, "total")
     }
 
 

@@ -1,16 +1,17 @@
 """The layout of a row over ranks as pictures: who holds what, who encodes it, and how even the work is."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from mmcp.report.numbers import short
-from mmcp.report.page import Section, page, table
-from mmcp.report.palette import BLUE, GREY, MODALITY, VERMILION
+from mmcp.report.page import Section, facts_table, page, table
+from mmcp.report.palette import BLUE, GREY, MODALITY, SERIES, VERMILION
 from mmcp.report.ribbon import ribbon_section
-from mmcp.report.terminal import COLUMNS, COST_OF
+from mmcp.report.terminal import COLUMNS, COST_OF, ratios, routed
 from mmcp.sequence import KINDS, TokenSequence
 from mmcp.sharding.plan import ShardPlan
 
@@ -56,12 +57,65 @@ class Bars:
         )
 
 
+@dataclass(frozen=True)
+class View:
+    """A plan and its `inspect` record."""
+
+    record: dict
+    plan: ShardPlan
+
+
 def write_shard_report(
-    path: Path, record: dict, plan: ShardPlan, *, title: str, sequence: TokenSequence | None
+    path: Path, views: Sequence[View], *, title: str, facts: Mapping[str, str], sequence: TokenSequence | None
 ) -> None:
-    """Write one HTML file that shows a plan and its `inspect` record; with the row, hovering tells clip times."""
+    """Write one HTML file that shows a row's plans, side by side when there are several.
+
+    facts: what is known of the row, in words
+    sequence: the row itself, for clip times; None when it is not at hand
+    """
+    sections = [_facts_section(facts)]
+    if len(views) > 1:
+        sections.append(_comparison_section([view.record for view in views]))
+    for view in views:
+        own = shard_sections(view.record, view.plan, sequence=sequence)
+        name = view.record["strategy"]
+        sections += own if len(views) == 1 else [replace(part, title=f"{name}: {part.title}") for part in own]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(title, shard_sections(record, plan, sequence=sequence)), encoding="utf-8")
+    path.write_text(page(title, sections), encoding="utf-8")
+
+
+def _facts_section(facts: Mapping[str, str]) -> Section:
+    return Section(
+        title="What was planned",
+        text="Planned from metadata alone: containers were demuxed, no picture and no sound was decoded.",
+        table=facts_table(facts),
+        table_title="The row",
+        is_table_open=True,
+    )
+
+
+def _comparison_section(records: Sequence[dict]) -> Section:
+    """Draw step time and each cost over the least there can be, a group of bars per strategy."""
+    figure = go.Figure()
+    for number, record in enumerate(records):
+        names, values = zip(*ratios(record).items(), strict=True)
+        colour = SERIES[number % len(SERIES)]
+        figure.add_trace(go.Bar(x=names, y=values, name=record["strategy"], marker_color=colour))
+    figure.add_hline(y=1.0, line={"color": GREY, "dash": "dash", "width": 2})
+    figure.update_layout(barmode="group", height=360, legend={"orientation": "h", "y": 1.15})
+    figure.update_yaxes(title_text="slowest rank / least mean", rangemode="tozero")
+    rows = [
+        (record["strategy"], *(f"{ratio:.3f}" for ratio in ratios(record).values()), short(routed(record)))
+        for record in records
+    ]
+    return Section(
+        title="Strategies side by side",
+        text="Step time and each cost on its slowest rank, over the least mean that any plan could have; dashed: "
+        "that least, 1.0.",
+        picture=figure,
+        table=table(("strategy", *ratios(records[0]), "rows routed"), rows),
+        is_table_open=True,
+    )
 
 
 def shard_sections(record: dict, plan: ShardPlan, *, sequence: TokenSequence | None) -> list[Section]:
@@ -76,7 +130,8 @@ def _modality_section(record: dict) -> Section:
         for kind in KINDS
     }
     figure = go.Figure([bars.draw(means[kind], name=kind, colour=MODALITY[kind]) for kind in KINDS])
-    figure.update_layout(barmode="stack", height=320, legend={"orientation": "h", "y": 1.15})
+    legend = {"orientation": "h", "y": 1.15, "traceorder": "normal"}
+    figure.update_layout(barmode="stack", height=320, legend=legend)
     figure.update_xaxes(title_text="rank", **_rank_ticks(record["ranks"]))
     figure.update_yaxes(title_text="tokens held")
     rows = [(label, *map(short, row)) for label, *row in zip(bars.labels, *means.values(), strict=True)]

@@ -139,7 +139,9 @@ def _prefixes(sequence: TokenSequence) -> list[tuple[int, int]]:
     return list(prefixes.values())
 
 
-def _count(q0, q1, k0, k1, low, high) -> np.ndarray:
+def _count(
+    q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.ndarray, low: np.ndarray, high: np.ndarray
+) -> np.ndarray:
     """Count the pairs of each band: those up to `high` less those below `low`."""
     keys = k1 - k0
     upper = _ramp(q1 + high + 1 - k0, keys) - _ramp(q0 + high + 1 - k0, keys)

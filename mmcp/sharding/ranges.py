@@ -107,7 +107,9 @@ def pieces(parts: Sequence[Ranges]) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return starts, stops, owners
 
 
-def overlapping(starts: np.ndarray, stops: np.ndarray, lows: np.ndarray, highs: np.ndarray):
+def overlapping(
+    starts: np.ndarray, stops: np.ndarray, lows: np.ndarray, highs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Pair intervals with the pieces they meet: [pairs] interval numbers and [pairs] piece numbers, both ascending.
 
     Pieces starts[i]..stops[i] ascend without overlap; interval i is lows[i]..highs[i].

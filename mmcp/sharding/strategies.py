@@ -4,6 +4,6 @@ One more is one function in a file of its own or in `rivals`, registered there a
 """
 
 from mmcp.sharding import balanced, rivals
-from mmcp.sharding.layout import STRATEGIES, Strategy, even_scorers
+from mmcp.sharding.layout import STRATEGIES, Strategy
 
-__all__ = ["STRATEGIES", "Strategy", "balanced", "even_scorers", "rivals"]
+__all__ = ["STRATEGIES", "Strategy", "balanced", "rivals"]

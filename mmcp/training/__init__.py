@@ -1,1 +1,1 @@
-""""""
+"""Training over ranks: steps, their exact loss, updates, checkpoints, metrics and grades."""

@@ -20,24 +20,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from mmcp.parallel.agree import PeerError, raise_together
+from mmcp.parallel.collectives import Group, PeerError, agree
 
 _NAME = re.compile(r"step_(0|[1-9][0-9]*)")
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def save(
-    folder: str | Path, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    folder: str | Path,
+    step: int,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    group: Group,
 ) -> Path:
     """Write `folder/step_N`; every rank calls it, and all return or all raise.
 
+    group: the ranks that hold the model, all ranks of the run
     state: JSON values, the same on every rank (rank 0's are written); `step` is added
     Everything is written under another name, synchronised to the disk, and renamed at the end, so that a checkpoint
     with its name is complete. Raises ValueError when it already exists, OSError when a rank cannot write.
@@ -45,30 +51,31 @@ def save(
     target = Path(folder).resolve() / f"step_{step}"
     partial = target.with_name(target.name + ".tmp")
     text = json.dumps({**state, "step": step}, indent=2, allow_nan=False)
-    raise_together(_attempt(_start, target, partial))
+    agree(_attempt(group, _start, target, partial), group=group)
     tensors = _tensors(model, optimizer)
     writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
-    with _plain_errors(f"cannot write {partial}"):
-        dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-    raise_together(_attempt(_finish, target, partial, _describe(tensors), text))
+    with _plain_errors(f"cannot write {partial}", group):
+        dcp.save(tensors, storage_writer=writer, process_group=group.handle, no_dist=group.size == 1)
+    agree(_attempt(group, _finish, target, partial, _describe(tensors), text), group=group)
     return target
 
 
-def load(checkpoint: str | Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+def load(
+    checkpoint: str | Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, group: Group
+) -> dict[str, Any]:
     """Fill the model, and the optimizer if given, from a checkpoint saved on any number of ranks; return its state.
 
+    group: the ranks that hold the model, all ranks of the run
     Raises ValueError, before any tensor is touched, naming the file that is missing or cut short, or the tensors that
     the checkpoint and the model do not share in name, shape and type.
     """
     checkpoint = Path(checkpoint).resolve()
     tensors = _tensors(model, optimizer)
-    raise_together(_attempt(_check, checkpoint, _describe(tensors), optimizer is not None))
-    with _plain_errors(f"cannot read {checkpoint}"):
-        dcp.load(
-            tensors,
-            storage_reader=HuggingFaceStorageReader(str(checkpoint)),
-            no_dist=not dist.is_initialized(),
-        )
+    error = _attempt(group, _check, checkpoint, _describe(tensors), optimizer is not None)
+    agree(error, group=group)
+    with _plain_errors(f"cannot read {checkpoint}", group):
+        reader = HuggingFaceStorageReader(str(checkpoint))
+        dcp.load(tensors, storage_reader=reader, process_group=group.handle, no_dist=group.size == 1)
     if optimizer is not None:
         for name, parameter in _trained(model, optimizer).items():
             optimizer.state[parameter] = {part: tensors[f"optimizer.{part}.{name}"] for part in _MOMENTS}
@@ -132,9 +139,9 @@ def _describe(tensors: dict[str, Tensor]) -> dict[str, list]:
     return {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
 
 
-def _attempt(action: Callable[..., None], *args: Any) -> Exception | None:
-    """Act on rank 0 and return what went wrong, for all ranks to agree on."""
-    if dist.is_initialized() and dist.get_rank() != 0:
+def _attempt(group: Group, action: Callable[..., None], *args: Any) -> Exception | None:
+    """Act on the first rank and return what went wrong, for all ranks to agree on."""
+    if group.index != 0:
         return None
     try:
         action(*args)
@@ -225,7 +232,7 @@ def _check_files(checkpoint: Path, files: dict[str, int]) -> None:
 
 
 @contextmanager
-def _plain_errors(what: str) -> Iterator[None]:
+def _plain_errors(what: str, group: Group) -> Iterator[None]:
     """Raise a rank's own error on that rank and PeerError on the others, instead of all tracebacks everywhere."""
     try:
         with warnings.catch_warnings():
@@ -234,6 +241,6 @@ def _plain_errors(what: str) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         message = f"{what}: {cause}"
-        if rank == (dist.get_rank() if dist.is_initialized() else 0):
+        if rank == group.index:
             raise OSError(message) from error
         raise PeerError(f"rank {rank}: {message}") from None

@@ -34,8 +34,8 @@ def _grade_task(items: list[Graded]) -> dict[str, float | int]:
     truths = [item.truth.strip() for item in items]
     right = sum(item.answer.strip() == truth for item, truth in zip(items, truths, strict=True))
     result = {"accuracy": right / len(items), "chance": max(Counter(truths).values()) / len(items), "n": len(items)}
-    numbers = [_number(truth) for truth in truths]
-    if None not in numbers:
+    numbers = [number for number in map(_number, truths) if number is not None]
+    if len(numbers) == len(truths):
         worst = max(numbers) - min(numbers)
         errors = [_error(item.answer, number, worst) for item, number in zip(items, numbers, strict=True)]
         middle = statistics.median(numbers)

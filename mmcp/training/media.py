@@ -1,16 +1,22 @@
 """From decoded units to the planned encoder calls of one rank."""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmcp.sequence import TokenSequence
 from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.ranges import as_indices
 
-SILENCE = -10.0  # log10 of the smallest mel power that Whisper's features distinguish, 1e-10
+
+class UnitEncoder(Protocol):
+    """What is asked of an encoder's module here."""
+
+    def empty(self) -> Tensor:
+        """Return a call's input of no units."""
 
 
 class MediaInputs:
@@ -18,19 +24,22 @@ class MediaInputs:
 
     encoders:   by segment kind; their `empty()` gives an input of 0 units
     finish:     (raw log-mel [n, bins, frames], maximum of each window's clip [n]) -> features; Whisper's last step
+    silence:    raw log-mel value of silence, the least there is
     reduce_max: element-wise maximum of a float32 tensor over the ranks that share a row
     """
 
     def __init__(
         self,
-        encoders: Mapping[str, nn.Module],
+        encoders: Mapping[str, UnitEncoder],
         *,
         finish: Callable[[Tensor, Tensor], Tensor],
+        silence: float,
         reduce_max: Callable[[Tensor], Tensor],
         device: torch.device,
     ):
         self.encoders = encoders
         self.finish = finish
+        self.silence = silence
         self.reduce_max = reduce_max
         self.device = device
 
@@ -42,11 +51,14 @@ class MediaInputs:
         rank: int,
         arrays: Mapping[int, np.ndarray],
         num_calls: Mapping[str, int],
+        void: frozenset[int] = frozenset(),
     ) -> list[tuple[str, Tensor]]:
         """Return this rank's encoder calls for one row, padded with empty ones to `num_calls` of each kind.
 
         arrays: by unit number; image [h, w, 3] and video [f, h, w, 3] uint8, audio [bins, frames] raw log10 mel power
+        void:   documents whose labels do not count; what is missing of their media is blank
         """
+        arrays = {**self._blanks(sequence, plan, rank, arrays, void), **arrays}
         maxima = self._clip_maxima(sequence, arrays) if num_calls.get("audio") else {}
         calls = []
         for kind in sorted(num_calls):
@@ -59,13 +71,34 @@ class MediaInputs:
     def blank(self, unit_kind: str, size: tuple[int, ...]) -> np.ndarray:
         """Return a black picture or silence of a unit's size."""
         if unit_kind == "audio":
-            return np.full((self._empty("audio").shape[1], *size), SILENCE, dtype=np.float32)
+            return np.full((self._empty("audio").shape[1], *size), self.silence, dtype=np.float32)
         return np.zeros((*size, 3), dtype=np.uint8)
+
+    def _blanks(
+        self,
+        sequence: TokenSequence,
+        plan: ShardPlan,
+        rank: int,
+        arrays: Mapping[int, np.ndarray],
+        void: frozenset[int],
+    ) -> dict[int, np.ndarray]:
+        """Stand in for what this rank should encode and could not read; nothing that is trained on sees it."""
+        missing = [unit for unit in as_indices(plan.encode[rank]).tolist() if unit not in arrays]
+        lost = {sequence.unit_segment(unit).document for unit in missing}
+        assert lost <= void, f"units of documents {sorted(lost - void)} were neither decoded nor reported as unreadable"
+        return {unit: self.blank(sequence.unit_segment(unit).kind, sequence.units[unit].size) for unit in missing}
 
     def _empty(self, kind: str) -> Tensor:
         return self.encoders[kind].empty().to(self.device)
 
-    def _stack(self, kind, units, sequence, arrays, maxima) -> Tensor:
+    def _stack(
+        self,
+        kind: str,
+        units: list[int],
+        sequence: TokenSequence,
+        arrays: Mapping[int, np.ndarray],
+        maxima: dict[tuple, float],
+    ) -> Tensor:
         x = torch.from_numpy(np.stack([arrays[unit] for unit in units])).to(self.device)
         if kind != "audio":
             return x
@@ -77,7 +110,7 @@ class MediaInputs:
         audio = [unit for unit in range(len(sequence.units)) if sequence.unit_segment(unit).kind == "audio"]
         clips = list(dict.fromkeys(_clip(sequence, unit) for unit in audio))
         number = {clip: i for i, clip in enumerate(clips)}
-        local = torch.full((len(clips),), SILENCE, dtype=torch.float32)
+        local = torch.full((len(clips),), self.silence, dtype=torch.float32)
         for unit in audio:
             if unit in arrays:
                 i = number[_clip(sequence, unit)]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,16 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1]]
+
+
+def rss_mb() -> float:
+    """Return the resident memory of this process and all that it started, in MiB; shared pages count in each."""
+    process = psutil.Process()
+    total = 0
+    for member in [process, *process.children(recursive=True)]:
+        with suppress(psutil.Error):  # it has ended, or belongs to another user
+            total += member.memory_info().rss
+    return total / 2**20
 
 
 def memory_mb() -> dict[str, float]:

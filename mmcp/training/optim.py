@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mmcp.config import as_values, config
+from mmcp.config import config
 
 _MASTER_TYPES = (torch.float32, torch.float64)
 Positive = Annotated[float, Field(gt=0)]
@@ -76,24 +76,6 @@ class OptimConfig:
             if parameters
         ]
         return torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
-
-    def check_resume(self, saved: dict[str, object]) -> None:
-        """Raise ValueError when a run saved with other settings would go on with these.
-
-        A changed schedule would make the rate jump, so nothing may change; a longer run is a new run that starts from
-        the weights.
-        """
-        now = as_values(self)
-        changed = [
-            f"{name} was {saved.get(name)}, is {now.get(name)}"
-            for name in sorted({*saved, *now})
-            if saved.get(name) != now.get(name)
-        ]
-        if changed:
-            raise ValueError(
-                f"the optimizer's settings differ from the checkpoint's: {'; '.join(changed)}; "
-                "resume with the saved ones, or start a new run from the weights"
-            )
 
 
 def apply_update(optimizer: torch.optim.Optimizer, optim: OptimConfig, step: int) -> float:

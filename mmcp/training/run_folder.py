@@ -14,29 +14,43 @@ import torch
 
 from mmcp.config import dump
 
+PROBE = ".writable"  # prefix of a file that is made to see whether a folder can be written
 
-def open_run_folder(path: str | Path, *, resume: bool) -> Path:
-    """Return the absolute path of a folder that can be written; make it for a new run.
+
+def check_run_folder(path: str | Path, *, resume: bool) -> Path:
+    """Return the absolute path of a run's folder, without making it.
 
     Raises ValueError when a new run's folder already holds files, a resumed run's is not there, or nothing can be
-    written into it.
+    written into it or into the folder that it would be made in.
     """
     folder = Path(path).resolve()
     if resume and not folder.is_dir():
         raise ValueError(f"no run to resume: '{path}' (looked for the folder {folder}); check the path or start anew")
     try:
-        if not resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not resume and folder.exists() and (not folder.is_dir() or _holds_files(folder)):
             raise ValueError(
                 f"run folder '{path}' already exists ({folder}); name another, delete it, or resume the run in it"
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable"):
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        with tempfile.NamedTemporaryFile(dir=existing, prefix=PROBE):
             pass
     except OSError as error:
         raise ValueError(
             f"run folder '{path}' cannot be written ({folder}: {error.strerror}); name a folder you may write to"
         ) from None
     return folder
+
+
+def open_run_folder(path: str | Path, *, resume: bool) -> Path:
+    """Return the absolute path of a run's folder, made if it is not there. Raises as `check_run_folder` does."""
+    folder = check_run_folder(path, resume=resume)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _holds_files(folder: Path) -> bool:
+    """Whether there is anything in a folder but the probe of another rank."""
+    return any(not entry.name.startswith(PROBE) for entry in folder.iterdir())
 
 
 def write_setup(folder: Path, config: Any) -> None:
@@ -58,7 +72,7 @@ def environment() -> dict[str, Any]:
         "mmcp": importlib.metadata.version("mmcp"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version(name) for name in required_packages()},
+        "packages": {name: version(name) for name in required_packages(with_extras=True)},
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "command": sys.argv,
@@ -66,10 +80,10 @@ def environment() -> dict[str, Any]:
     }
 
 
-def required_packages() -> list[str]:
-    """Return the names of the distributions that mmcp's metadata asks for, extras included, sorted."""
-    requirements = importlib.metadata.requires("mmcp") or []
-    return sorted({re.split(r"[^A-Za-z0-9_.-]", requirement, maxsplit=1)[0] for requirement in requirements})
+def required_packages(*, with_extras: bool) -> list[str]:
+    """Return the names of the distributions that mmcp's metadata asks for, sorted."""
+    lines = [line for line in importlib.metadata.requires("mmcp") or [] if with_extras or "extra ==" not in line]
+    return sorted({re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0] for line in lines})
 
 
 def version(package: str) -> str | None:

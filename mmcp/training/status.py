@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mmcp.parallel.collectives import Group, RankError, all_gather_json, all_reduce
+from mmcp.parallel.collectives import Group, all_gather_json, all_reduce
 from mmcp.sharding.step import StepPlan
 
 
@@ -24,26 +24,31 @@ class Status:
 def exchange_status(
     plan: StepPlan, faults: Mapping[tuple[int, int], str], *, stop: bool, group: Group, device: torch.device
 ) -> Status:
-    """Exchange one status word per document, the plan's digest and the wish to stop: one all-reduce.
+    """Exchange the plan's digest, the wish to stop and whether anything was lost: one all-reduce of four integers.
 
-    faults: by (row, document): what this rank could not read, and why; told to the others only when there are any
-    Raises RankError on every rank when the ranks hold different plans.
+    Only when something was lost is there a second one, with one word per document, and an exchange of the reasons.
+
+    faults: by (row, document): what this rank could not read, and why
+    Raises ValueError on every rank when the ranks hold different plans.
     """
-    documents = [(i, document) for i, row in enumerate(plan.rows) for document in range(len(row.document_bounds) - 1)]
     digest = int(plan.digest[:15], 16)
-    flags = [int(key in faults) for key in documents]
-    words = torch.tensor([digest, -digest, int(stop), *flags], dtype=torch.int64, device=device)
-    largest, smallest, wants_stop, *lost = all_reduce(words, "max", group=group, name="status").tolist()
+    words = torch.tensor([digest, -digest, int(stop), int(bool(faults))], dtype=torch.int64, device=device)
+    largest, smallest, wants_stop, has_faults = all_reduce(words, "max", group=group, name="status").tolist()
     if largest != -smallest:
-        raise RankError(
+        raise ValueError(
             f"ranks hold different plans for one step (this rank's digest is {plan.digest}); "
             "give every rank the same config, data and software"
         )
+    if not has_faults:
+        return Status(bool(wants_stop), {}, ())
+    documents = [(i, document) for i, row in enumerate(plan.rows) for document in range(len(row.document_bounds) - 1)]
+    flags = torch.tensor([int(key in faults) for key in documents], dtype=torch.int64, device=device)
+    lost = all_reduce(flags, "max", group=group, name="status").tolist()
     void: dict[int, set[int]] = {}
     for (row, document), flag in zip(documents, lost, strict=True):
         if flag:
             void.setdefault(row, set()).add(document)
-    messages = all_gather_json(sorted(faults.values()), group=group, name="faults") if void else []
+    messages = all_gather_json(sorted(faults.values()), group=group, name="faults")
     return Status(
         bool(wants_stop),
         {row: frozenset(lost_documents) for row, lost_documents in void.items()},

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,9 +26,9 @@ class StepWork:
     """A planned step with what this rank decoded of it."""
 
     plan: StepPlan
-    arrays: Mapping[int | None, Mapping[int, np.ndarray]]
+    arrays: Mapping[int, Mapping[int, np.ndarray]]
     """By row number, then unit number: the units this rank encodes."""
-    void: Mapping[int | None, frozenset[int]] = field(default_factory=dict)
+    void: Mapping[int, frozenset[int]] = field(default_factory=dict)
     """By row number: documents that some rank could not read; the same on every rank."""
 
     @property
@@ -129,18 +130,12 @@ class StepRunner:
         plan, mesh = work.plan, self.mesh
         for m in range(plan.micro_batches):
             number, sequence, row_plan = plan.row(mesh.data.index, m)
-            counts = call_counts(self.media.encoders, lambda kind, m=m: plan.num_calls(kind, m))
-            row = rank_row(
-                sequence,
-                row_plan,
-                rank=mesh.cp.index,
-                positions=self.positions(sequence),
-                device=self.device,
-                void=work.void.get(number, frozenset()),
-            )
-            calls = self.media.calls(
-                sequence, row_plan, rank=mesh.cp.index, arrays=work.arrays.get(number, {}), num_calls=counts
-            )
+            arrays = {} if number is None else work.arrays.get(number, {})
+            void = frozenset() if number is None else work.void.get(number, frozenset())
+            counts = call_counts(self.media.encoders, partial(plan.num_calls, micro_batch=m))
+            positions = self.positions(sequence)
+            row = rank_row(sequence, row_plan, rank=mesh.cp.index, positions=positions, device=self.device, void=void)
+            calls = self.media.calls(sequence, row_plan, rank=mesh.cp.index, arrays=arrays, num_calls=counts, void=void)
             exchange = TimedExchange(Router(row_plan, mesh.cp, device=self.device), clock)
             yield MicroBatch(number, sequence, row, calls, exchange)
 

@@ -1,6 +1,6 @@
 """The training loop: load, agree, step, measure, save."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,6 +47,12 @@ class LoadedStep:
     """Seconds this rank waited for it."""
     frames_decoded: int
     """Video frames this rank's workers decoded for it."""
+    reduced: tuple[str, ...] = ()
+    """Samples of the step that are seen or heard less finely than asked, and how; the same on every rank."""
+
+
+OnStep = Callable[[dict[str, Any], LoadedStep], None]
+"""Gets the metrics of a step that is done, and what it was made of; called on every rank."""
 
 
 @dataclass
@@ -75,8 +81,8 @@ class Trainer:
     optim: OptimConfig
     settings: TrainConfig
     counters: Counters
-    on_step: Callable[[dict[str, Any], LoadedStep], None]
-    """Called on every rank with the metrics of a step."""
+    on_step: Sequence[OnStep]
+    """Called after each step, one after the other."""
     save: Callable[[int], None]
     """Called on every rank with the number of steps done."""
     held_out_loss: Callable[[], float]
@@ -100,7 +106,8 @@ class Trainer:
             done = loaded.step + 1
             if self.settings.evaluate_every and done % self.settings.evaluate_every == 0:
                 metrics["held_out_loss"] = self.held_out_loss()
-            self.on_step(metrics, loaded)
+            for tell in self.on_step:
+                tell(metrics, loaded)
             if self.settings.checkpoint_every and done % self.settings.checkpoint_every == 0:
                 self.save(done)
                 saved = done

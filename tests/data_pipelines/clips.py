@@ -1,9 +1,12 @@
 """Small clips whose frames carry their number in the picture, so that a wrong frame is visible."""
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 import av
 import numpy as np
+
+from data_pipelines.container import VideoTrack
 
 BARS = 12
 
@@ -97,3 +100,9 @@ def clicks(seconds: float) -> np.ndarray:
     time = np.arange(round(seconds * 48000)) / 48000
     burst = (time % 1 < 0.005) * 0.8 * np.sin(2 * np.pi * 2000 * time)
     return (0.02 * np.sin(2 * np.pi * 440 * time) + burst).astype(np.float32)
+
+
+def packets_of(track: VideoTrack, frames: Sequence[int]) -> tuple[int, int]:
+    """First and last + 1 packet that a decoder must run through to show all of `frames`, one by one."""
+    chosen = [np.array([frame]) for frame in frames]
+    return min(int(track.starts(one)[0]) for one in chosen), max(int(track.stops(one)[0]) for one in chosen)

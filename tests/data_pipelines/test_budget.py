@@ -6,7 +6,7 @@ Run: pytest tests/data_pipelines/test_budget.py
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipelines.budget import FINENESS, BudgetConfig, Setting, fit, ladder, picture_size
@@ -30,7 +30,6 @@ def sequence(setting, *, seconds=100, text=30):
     return TokenSequence(tuple(segments))
 
 
-@settings(deadline=None)
 @given(st.integers(40, 9000))
 def test_the_finest_setting_that_fits_is_taken(tokens):
     budget = BudgetConfig(tokens=tokens)
@@ -45,7 +44,6 @@ def test_the_finest_setting_that_fits_is_taken(tokens):
             fit(sequence, budget)
 
 
-@settings(deadline=None)
 @given(st.integers(100, 9000), st.integers(0, 9000))
 def test_more_budget_never_means_less_of_anything(tokens, more):
     little, much = (fit(sequence, BudgetConfig(tokens=count))[1].setting for count in (tokens, tokens + more))

@@ -17,7 +17,7 @@ from data_pipelines import track_reader
 from data_pipelines.decode import BACKGROUND, decode_frames, decode_image, image_size
 from data_pipelines.demux import read_index
 from data_pipelines.media import MediaError
-from tests.data_pipelines.clips import read_number, red_quadrant, write_clip
+from tests.data_pipelines.clips import packets_of, read_number, red_quadrant, write_clip
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
 OPEN_GOP = {"x264-params": "open-gop=1:keyint=15:bframes=3:scenecut=0"}
@@ -88,7 +88,7 @@ def test_frames_are_those_of_a_full_decode(folder, name, jumps, monkeypatch):
         asked = draw.choices(range(video.num_frames), k=draw.randint(1, 5))
         some = decode_frames(path, index, asked, (64, 96))
         np.testing.assert_array_equal(some.pixels, whole.pixels[asked])
-        first, last = video.span(asked)
+        first, last = packets_of(video, asked)
         assert some.num_decoded <= last - first
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipelines.manifest import Item, RowError, Sample, parse_line, read_manifest
+from data_pipelines.manifest import Item, RowError, Sample, parse_line, read_lines
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
 
@@ -25,7 +25,8 @@ def folder(tmp_path):
 def read(folder: Path, *rows: object) -> list[Sample | RowError]:
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     (folder / "m.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    return list(read_manifest(folder / "m.jsonl"))
+    manifest = str(folder / "m.jsonl")
+    return [parse_line(line, manifest=manifest, row=row) for row, line in read_lines(manifest)]
 
 
 def test_messages(folder):
@@ -191,4 +192,4 @@ def test_no_row_raises(line):
 
 def test_a_manifest_that_is_not_there():
     with pytest.raises(ValueError, match=r"manifest nowhere.jsonl cannot be read"):
-        list(read_manifest("nowhere.jsonl"))
+        list(read_lines("nowhere.jsonl"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipelines.container import AudioTrack, ClipIndex, VideoTrack
@@ -17,10 +17,12 @@ from data_pipelines.demux import read_index
 from data_pipelines.sound import decode_audio
 from data_pipelines.units import frame_groups, image_unit, sampled_frames, sound_windows
 from encoders import AudioWindows, ImagePatches, VideoPatches
-from encoders.mel import HOP, log_mel_raw, needed
+from encoders.mel import log_mel_raw, needed
 from mmcp.interleave import StampConfig
+from mmcp.sequence import HOP
+from tests.data_pipelines.clips import packets_of
 
-DATA = Path(__file__).parents[1] / "data"
+CASES = Path(__file__).parents[1] / "data" / "cases"
 EACH = VideoPatches(patch=8, frames=1)
 PAIRS = VideoPatches(patch=8, frames=2)
 WINDOWS = AudioWindows(window=100, frames_per_row=20)
@@ -59,7 +61,6 @@ def sound_track(samples, *, rate=16000, start=Fraction(0), per_packet=1024):
     )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(video_tracks(), st.fractions(min_value="0.1", max_value=100, max_denominator=50))
 def test_frames_are_those_a_player_shows(track, rate):
     times, k = [], 0
@@ -71,7 +72,6 @@ def test_frames_are_those_a_player_shows(track, rate):
     assert sampled_frames(track, rate).tolist() == shown
 
 
-@settings(deadline=None)
 @given(video_tracks(), st.integers(1, 3), st.fractions(min_value=1, max_value=100, max_denominator=9))
 def test_groups_cover_the_clip_and_say_what_to_decode(track, frames, rate):
     index = clip(video=track, origin=Fraction(7, 3))
@@ -84,14 +84,13 @@ def test_groups_cover_the_clip_and_say_what_to_decode(track, frames, rate):
     for group in groups:
         assert group.start == int(track.pts[group.items[0]]) * track.time_base - Fraction(7, 3)
         low, high = group.decode
-        assert low in track.entry_packets and (low, high) == track.span(group.items)
+        assert low in track.entry_packets and (low, high) == packets_of(track, group.items)
         assert group.size == (frames, 32, 16) and group.native == (48, 64)
         assert group.num_tokens == rule.num_tokens(group.size) == 2
     assert all(before.end == after.start for before, after in pairwise(groups))
     assert groups[-1].end == index.video_end
 
 
-@settings(deadline=None)
 @given(st.integers(0, 60000), st.integers(-9, 9), st.integers(1, 6), st.integers(1, 4))
 def test_windows_cover_the_sound_once(samples, start, rows, length):
     rule = AudioWindows(window=rows * length * 4, frames_per_row=4 * length)
@@ -111,7 +110,6 @@ def test_windows_cover_the_sound_once(samples, start, rows, length):
         assert window.num_tokens == rule.num_tokens(window.size) and (window.items[0] - begin) % HOP == 0
 
 
-@settings(deadline=None)
 @given(st.integers(200, 9000), st.sampled_from([8000, 16000, 44100]), st.integers(1, 2000))
 def test_windows_name_the_packets_that_hold_them(samples, rate, per_packet):
     track = sound_track(samples, rate=rate, per_packet=per_packet)
@@ -133,14 +131,14 @@ def test_image_is_one_unit():
     ("name", "frames", "gap"), [("4fps_5s", 20, "1/4"), ("8fps_5s", 40, "1/8"), ("0p2fps_60s", 12, 5)]
 )
 def test_every_frame_has_its_own_time_at_any_rate(name, frames, gap):
-    index = read_index(str(DATA / f"B44_{name}.mp4"))
+    index = read_index(str(CASES / f"B44_{name}.mp4"))
     units = frame_groups(index, (16, 16), EACH, rate=Fraction(30))
     assert [unit.start for unit in units] == [i * Fraction(gap) for i in range(frames)]
     assert len({StampConfig().text(unit.start) for unit in units}) == frames
 
 
 def test_variable_rate_is_sampled_by_time():
-    index = read_index(str(DATA / "B08_vfr.mkv"))
+    index = read_index(str(CASES / "B08_vfr.mkv"))
     units = frame_groups(index, (16, 16), EACH, rate=Fraction(1))
     assert len(units) == 8
     assert all(0 <= i - unit.start < Fraction(1, 5) for i, unit in enumerate(units))
@@ -149,7 +147,7 @@ def test_variable_rate_is_sampled_by_time():
 def test_sound_and_picture_of_different_lengths():
     counts = {}
     for name in ("no_audio_track", "silent_track", "audio5s_video2s", "audio1s_video5s"):
-        index = read_index(str(DATA / f"B46_{name}.mp4"))
+        index = read_index(str(CASES / f"B46_{name}.mp4"))
         windows = sound_windows(index, WINDOWS)
         counts[name] = sum(window.num_tokens for window in windows)
         assert all(before.start < after.start for before, after in pairwise(windows))
@@ -163,7 +161,7 @@ def test_sound_and_picture_of_different_lengths():
 
 def test_short_and_broken_sounds_give_rows_by_the_rule():
     rows = {}
-    for path in sorted((DATA / "B47_audio").glob("*.wav")):
+    for path in sorted((CASES / "B47_audio").glob("*.wav")):
         try:
             index = read_index(str(path))
         except ValueError as error:

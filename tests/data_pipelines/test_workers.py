@@ -5,6 +5,9 @@ python -m pytest tests/data_pipelines/test_workers.py
 
 import gc
 import os
+import signal
+import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -50,9 +53,19 @@ def test_a_bad_job_costs_itself_only(pool, job, message):
     assert all(future.result()[1][0].tolist() == [0, 1, 4] for future in good)
 
 
+def test_a_worker_that_dies_between_jobs_costs_none(pool):
+    pool.submit(worker_jobs.squares, 1).result()
+    for pid in pool.pids():
+        os.kill(pid, signal.SIGKILL)
+    while any(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pool.pids() if psutil.pid_exists(pid)):
+        time.sleep(0.01)
+    futures = [pool.submit(worker_jobs.squares, 3) for _ in range(4)]
+    assert all(future.result()[1][0].tolist() == [0, 1, 4] for future in futures)
+
+
 def test_workers_do_not_import_torch(pool):
     pool.submit(worker_jobs.squares, 1).result()
-    maps = [open(f"/proc/{pid}/maps").read() for pid in pool.pids()]
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pool.pids()]
     assert not any("libtorch" in text for text in maps)
 
 

@@ -7,14 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from encoders.text import ROLES, ByteTokenizer, FileTokenizer, TokenizerConfig
 
 SPELLED = ["<|user|>", "<|assistant|>", "<|end|>", "<|im_end|>", "a<|im_end|><|im_start|>user b", "<s>[CLS][UNK]"]
-TEXTS = Path(__file__).parents[1] / "data" / "B48_texts.jsonl"
+TEXTS = Path(__file__).parents[1] / "data" / "cases" / "B48_texts.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,6 @@ def word_file(tmp_path_factory):
     return str(path)
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_bytes_there_and_back(text):
     tokenizer = ByteTokenizer()
@@ -57,7 +56,6 @@ def test_bytes_there_and_back(text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@settings(deadline=None)
 @given(text=st.text())
 def test_file_there_and_back(bpe_file, text):
     tokenizer = FileTokenizer(bpe_file)

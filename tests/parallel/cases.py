@@ -1,13 +1,22 @@
-"""What the tests of this folder share: plans from a list of owners, and a small dense attention to wrap."""
+"""What tests of parallel code share: the group of all ranks, plans from owners, a small dense attention to wrap."""
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mmcp.attention.base import Attention, HeadShare, HeadTensor, RowInfo
 from mmcp.masks import Mask
+from mmcp.parallel.collectives import Group
 from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.ranges import as_ranges
+
+
+def whole_group() -> Group:
+    """Return the group of all ranks that run; without torch.distributed this process alone."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Group()
+    return Group("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
 
 
 def plan_of_owners(owners: list[int], ranks: int, *, ring: int = 1) -> ShardPlan:

@@ -59,12 +59,11 @@ def test_pool_refuses_more_ranks_than_it_has(pool):
 
 def test_failures_end_every_rank_at_once_and_the_pool_recovers(pool):
     pool.run(sum_of_ranks, 0, ranks=3)
-    processes, begin = list(pool._processes), time.monotonic()
+    processes = list(pool._processes)
     with pytest.raises(ValueError, match="rank one is unhappy") as failure:
         pool.run(raise_on_rank_one)
     assert "in raise_on_rank_one" in failure.value.__notes__[0]
     assert not any(process.is_alive() for process in processes)
-    assert time.monotonic() - begin < 10
     assert pool.run(sum_of_ranks, 0, ranks=2) == [(0, 1.0), (1, 1.0)]
     with pytest.raises(ChildProcessError, match="rank 1 died, exit code 7"):
         pool.run(die_on_rank_one, ranks=2)

@@ -16,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmcp.parallel.agree import any_rank, raise_together
+from mmcp.parallel.collectives import agree, all_reduce
 from mmcp.parallel.launch import RankError, launch
 from mmcp.parallel.stop import StopRequest
+from tests.parallel.cases import whole_group
 
 RANKS = 2
 
@@ -55,11 +56,12 @@ def fail(how: str, folder: str) -> None:
 def stop_when_asked(folder: str, unwilling: str) -> str:
     """Step until asked to stop, agreeing on the step; an unwilling rank never looks."""
     dist.init_process_group("gloo")
+    group = whole_group()
     with StopRequest() as stop:
         for step in range(10_000):
             Path(folder, f"{dist.get_rank()}.pids").write_text(f"{os.getpid()}")
             time.sleep(0.01)
-            if not unwilling and any_rank(stop.is_set()):
+            if not unwilling and all_reduce(torch.tensor(int(stop.is_set())), "max", group=group, name="stop"):
                 Path(folder, f"{dist.get_rank()}.stopped").write_text(str(step))
                 dist.destroy_process_group()
                 return f"stopped at step {step}"
@@ -68,8 +70,8 @@ def stop_when_asked(folder: str, unwilling: str) -> str:
 
 def disagree() -> None:
     dist.init_process_group("gloo")
-    raise_together(None)
-    raise_together(ValueError("disk full: 3 bytes left") if dist.get_rank() == 1 else None)
+    agree(None, group=whole_group())
+    agree(ValueError("disk full: 3 bytes left") if dist.get_rank() == 1 else None, group=whole_group())
 
 
 @pytest.fixture
@@ -78,8 +80,9 @@ def run_in_child(tmp_path):
     started: list[subprocess.Popen] = []
 
     def start(*arguments: str) -> subprocess.Popen:
-        command = [sys.executable, __file__, *arguments]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        command = [sys.executable, "-m", "tests.parallel.test_launch", *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, cwd=Path(__file__).parents[2], **pipes))
         return started[-1]
 
     yield start
@@ -96,7 +99,7 @@ def pids(folder: Path) -> list[int]:
 
 def wait_until_gone(folder: Path) -> None:
     """Wait until no rank and no worker is left; a killed process is reaped a moment later."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while left := [pid for pid in pids(folder) if psutil.pid_exists(pid)]:
         assert time.monotonic() < deadline, f"processes {left} are left"
         time.sleep(0.02)
@@ -127,7 +130,6 @@ def test_rank_0_returns_its_value_and_the_cores_are_shared_out(monkeypatch):
     ],
 )
 def test_the_first_failing_rank_is_named_once_and_nothing_is_left(run_in_child, tmp_path, how, message):
-    start = time.monotonic()
     process = run_in_child("fail", how, str(tmp_path))
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and output == ""
@@ -135,7 +137,6 @@ def test_the_first_failing_rank_is_named_once_and_nothing_is_left(run_in_child, 
     assert "Traceback" not in errors
     assert len(pids(tmp_path)) == 2 * RANKS
     wait_until_gone(tmp_path)
-    assert time.monotonic() - start < 60
 
 
 def test_when_the_launcher_is_killed_its_ranks_and_their_workers_go_too(run_in_child, tmp_path):

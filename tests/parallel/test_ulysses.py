@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmcp.attention.base import RowInfo, split_heads
@@ -111,17 +111,14 @@ def cases(draw, max_ranks: int) -> Case:
     return Case(ranks, heads, kv_heads, tuple(owners), tuple(bounds), draw(st.integers(1, 5)), draw(st.integers(1, 5)))
 
 
-DRAWN = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
-
-
-@settings(max_examples=40, **DRAWN)
+@settings(max_examples=40)
 @given(case=cases(4))
 def test_drawn_cases_equal_one_rank(rank_pool, case):
     check_case(rank_pool, case, 1e-10)
 
 
 @pytest.mark.full
-@settings(max_examples=500, **DRAWN)
+@settings(max_examples=500)
 @given(case=cases(6))
 def test_many_drawn_cases_equal_one_rank(rank_pool, case):
     check_case(rank_pool, case, 1e-10)

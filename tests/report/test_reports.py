@@ -16,11 +16,11 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from mmcp.report.figures import save_accuracy, save_lines, save_shards
+from mmcp.report.figures import save_accuracy, save_comparison, save_lines, save_shards
 from mmcp.report.numbers import decimate, finite, short
 from mmcp.report.run import write_run_report
-from mmcp.report.shards import write_shard_report
-from mmcp.report.terminal import COLUMNS, balance_table
+from mmcp.report.shards import View, write_shard_report
+from mmcp.report.terminal import COLUMNS, balance_table, comparison_table, ratios
 from mmcp.sequence import Segment, TokenSequence
 from mmcp.sharding.balance import balance, inspect_record
 from mmcp.sharding.cost import row_costs
@@ -83,31 +83,58 @@ def is_blank(path):
     return bool(inside.min() > 0.6)
 
 
+FACTS = {"sample": "<i>x</i>", "tokens": "many & more"}
+HEADINGS = ["The sequence over the ranks", "Tokens by modality", "Work by rank"]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 64, 200])
 def test_shard_report(tmp_path, ranks):
     plan, record = planned(ranks)
     path = tmp_path / "deep" / "shards.html"
-    write_shard_report(path, record, plan, title="<b>clip & co</b>", sequence=ROW)
+    write_shard_report(path, [View(record, plan)], title="<b>clip & co</b>", facts=FACTS, sequence=ROW)
     page = Page(path.read_text(encoding="utf-8"))
     assert page.fetches == [] and page.open == []
-    assert page.headings == ["<b>clip & co</b>", "The sequence over the ranks", "Tokens by modality", "Work by rank"]
-    assert len(page.pictures) == page.tables == 3
+    assert page.headings == ["<b>clip & co</b>", "What was planned", *HEADINGS]
+    assert "<i>x</i>" in page.text and "many & more" in page.text
+    assert (len(page.pictures), page.tables) == (3, 4)
     save_shards(tmp_path / "shards.png", record)
     assert not is_blank(tmp_path / "shards.png")
 
 
+def test_strategies_side_by_side(tmp_path):
+    planned_by = {name: planned(4, name) for name in sorted(STRATEGIES)}
+    records = [record for _, record in planned_by.values()]
+    path = tmp_path / "compared.html"
+    views = [View(record, plan) for plan, record in planned_by.values()]
+    write_shard_report(path, views, title="clip", facts=FACTS, sequence=None)
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.fetches == [] and page.open == []
+    each = [f"{name}: {heading}" for name in planned_by for heading in HEADINGS]
+    assert page.headings == ["clip", "What was planned", "Strategies side by side", *each]
+    save_comparison(tmp_path / "compared.png", records)
+    assert not is_blank(tmp_path / "compared.png")
+    shown = text_of(comparison_table(records), width=80)
+    assert all(f"{name} " in shown for name in planned_by) and "\u2026" not in shown
+    assert all(f"{ratio:.3f}" in shown for record in records for ratio in ratios(record).values())
+
+
 def test_an_empty_row_has_a_report(tmp_path):
     plan, record = planned(2, row=TokenSequence(()))
-    write_shard_report(tmp_path / "shards.html", record, plan, title="nothing", sequence=TokenSequence(()))
-    assert len(Page((tmp_path / "shards.html").read_text(encoding="utf-8")).pictures) == 3
+    path = tmp_path / "shards.html"
+    write_shard_report(path, [View(record, plan)], title="nothing", facts={}, sequence=TokenSequence(()))
+    assert len(Page(path.read_text(encoding="utf-8")).pictures) == 3
+
+
+def text_of(table, width):
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(table)
+    return console.export_text()
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 100])
 def test_terminal_table_shows_every_cost(ranks):
-    console = Console(width=200, record=True, file=StringIO())
-    console.print(balance_table(planned(ranks)[1]))
-    text = console.export_text()
-    assert all(heading in text for heading in COLUMNS.values())
+    text = text_of(balance_table(planned(ranks)[1]), width=80)
+    assert all(heading in text for heading in COLUMNS.values()) and "\u2026" not in text
     assert "imbalance" in text and f"{ranks} ranks" in text
     assert text.count("\n") < 50
 

@@ -77,7 +77,7 @@ def recount(sequence, plan):
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sequence=rows(), mesh=st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]))
 def test_record_equals_a_recount(name, sequence, mesh):
     costs = row_costs(sequence, MODEL)

@@ -17,7 +17,7 @@ def step_cost(costs, micro_batches):
     return sum(max(costs[row] if row is not None else 0 for row in rows) for rows in micro_batches)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 9), max_size=5), st.integers(1, 3))
 def test_each_row_once_and_the_least_step(costs, groups):
     dealt = deal(costs, groups)

@@ -34,7 +34,7 @@ def dense(sequence, window):
     return allowed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows(), st.integers(0, 9), st.integers(1, 4), st.integers(0, 2**31))
 def test_counts_equal_the_dense_mask(sequence, window, groups, seed):
     owner = np.random.default_rng(seed).integers(0, groups, sequence.num_tokens)

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from mmcp.sequence import Segment, TokenSequence
 from mmcp.sharding.cost import row_costs
+from mmcp.sharding.layout import even_scorers
 from mmcp.sharding.plan import ShardPlan, check
 from mmcp.sharding.ranges import size
-from mmcp.sharding.strategies import STRATEGIES, even_scorers
+from mmcp.sharding.strategies import STRATEGIES
 from tests.sharding.rows import MODEL, media_units, rows
 
 MESHES = [(1, 1), (1, 2), (1, 5), (2, 1), (2, 3), (4, 2)]
@@ -27,7 +28,7 @@ def plan_of(name, sequence, mesh):
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sequence=rows(), mesh=st.sampled_from(MESHES))
 def test_every_plan_is_exact(name, sequence, mesh):
     plan = plan_of(name, sequence, mesh)
@@ -55,7 +56,7 @@ def test_edges(name, edge):
     check(plan_of(name, EDGES[edge], (2, 4)), EDGES[edge])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sequence=rows(), mesh=st.sampled_from(MESHES))
 def test_balanced_evens_out_tokens_and_labels(sequence, mesh):
     plan = plan_of("balanced", sequence, mesh)
@@ -70,7 +71,7 @@ def test_labels_stay_where_they_can():
     assert even_scorers(np.array([3] * 6), 4).tolist() == [3, 3, 0, 0, 1, 2]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 4), max_size=30), st.integers(5, 7))
 def test_no_even_split_of_the_labels_moves_fewer(owners, ranks):
     owners = np.array(owners, dtype=np.int64)

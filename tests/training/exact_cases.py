@@ -1,21 +1,25 @@
-"""Drawn steps for the exactness tests: rows with every kind of segment, random media, and a tiny model."""
+"""Drawn steps on a tiny model: what one rank of a mesh computes, and how it trains."""
 
-from dataclasses import replace
-from fractions import Fraction
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from encoders import AudioWindows, ImagePatches, VideoPatches
 from experiments.base import ModelConfig, Planner, ShardingConfig, cost_model
+from experiments.exactness import Computed, measure
 from experiments.runtime import make_runner
-from experiments.verify import Outcome, measure
+from experiments.synthetic_rows import draw_media, draw_rows
 from mmcp.attention import LinearConfig, SoftmaxConfig
 from mmcp.model.backbone import BackboneConfig
-from mmcp.parallel.mesh import MeshConfig, build_mesh
-from mmcp.sequence import Segment, TokenSequence, Unit, pack
+from mmcp.parallel.mesh import Mesh, MeshConfig, build_mesh
+from mmcp.sequence import TokenSequence
 from mmcp.sharding.cost import Rates
-from mmcp.training.step import StepWork
+from mmcp.training.optim import OptimConfig
+from mmcp.training.step import StageClock, StepRunner, StepWork
+from mmcp.training.train import Counters, LoadedStep, TrainConfig, Trainer
 
 VOCABULARY = 40
 ENCODERS = {
@@ -30,69 +34,104 @@ PATTERNS = {
 }
 
 
-def tiny_model(*, heads: int = 4, kv_heads: int = 2, pattern: str = "mix", **changes) -> ModelConfig:
-    """Two layers, width 16."""
+def tiny_model(*, heads: int = 4, kv_heads: int = 2, pattern: Any = "mix", **changes) -> ModelConfig:
+    """Two layers, width 16; pattern: a name above, or variants."""
+    pattern = PATTERNS[pattern] if isinstance(pattern, str) else pattern
     backbone = BackboneConfig(
-        width=16, layers=2, heads=heads, kv_heads=kv_heads, head_dim=8, mlp_width=24, pattern=PATTERNS[pattern]
+        width=16, layers=2, heads=heads, kv_heads=kv_heads, head_dim=8, mlp_width=24, pattern=pattern
     )
     return ModelConfig(backbone=replace(backbone, **changes), **ENCODERS)
 
 
-def draw_document(rng: np.random.Generator, kinds: str, *, has_labels: bool = True) -> TokenSequence:
-    """Draw one document, a segment for each letter of `kinds`: t text, i image, v video, a sound."""
-    segments = []
-    for i, letter in enumerate(kinds):
-        if letter == "t":
-            ids = tuple(rng.integers(0, VOCABULARY, int(rng.integers(2, 8))).tolist())
-            is_answer = i == len(kinds) - 1 or bool(rng.integers(2))
-            segments.append(Segment(kind="text", ids=ids, loss=has_labels and is_answer))
-            continue
-        kind = {"i": "image", "v": "video", "a": "audio"}[letter]
-        units = tuple(_draw_unit(rng, kind) for _ in range(int(rng.integers(1, 4))))
-        segments.append(Segment(kind=kind, units=units, source=f"clip{rng.integers(3)}"))
-    return TokenSequence(tuple(segments))
+def drawn(seed: int, rows: list[list[str]]) -> list[TokenSequence]:
+    """Draw rows for the tiny model, as `experiments.synthetic_rows` does."""
+    return draw_rows(rows, seed=seed, encoders=ENCODERS, vocabulary=VOCABULARY)
 
 
-def _draw_unit(rng: np.random.Generator, kind: str) -> Unit:
-    side = 8 * int(rng.integers(1, 3))
-    size = {"image": (8, side), "video": (2, 8, side), "audio": (4 * int(rng.integers(1, 6)),)}[kind]
-    grid = ENCODERS[kind].grid(size)
-    return Unit(
-        num_tokens=grid[0] * grid[1] * grid[2], start=Fraction(0), end=Fraction(1), grid=grid, size=size, items=()
+ONE_RANK = MeshConfig()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides how a step is computed, and must not decide what it computes."""
+
+    mesh: MeshConfig = ONE_RANK
+    strategy: str = "balanced"
+    dtype: torch.dtype = torch.float64
+    compute_dtype: torch.dtype | None = None
+
+    def planner(self, model: ModelConfig) -> Planner:
+        costs = cost_model(model, vocabulary=VOCABULARY, dtype=self.dtype, call_tokens=8, rates=Rates())
+        return Planner(self.mesh, ShardingConfig(strategy=self.strategy), costs)
+
+    def runner(self, model: ModelConfig, mesh: Mesh) -> StepRunner:
+        return make_runner(
+            model, mesh, vocabulary=VOCABULARY, seed=0, dtype=self.dtype, compute_dtype=self.compute_dtype
+        )
+
+    def work(self, model: ModelConfig, rows: list[TokenSequence]) -> StepWork:
+        return StepWork(self.planner(model).step(rows), draw_media(rows, seed=1, encoders=ENCODERS))
+
+
+def run_case(model: ModelConfig, layout: Layout, rows: list[TokenSequence]) -> Computed:
+    """Compute one step on this rank of the mesh."""
+    return measure(layout.runner(model, build_mesh(layout.mesh)), layout.work(model, rows))
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What a drawn training run left."""
+
+    metrics: list[dict[str, Any]]
+    """Per step."""
+    counters: Counters
+    scores: list[float]
+    """Mean token loss of the held-out rows before the first step and after the last."""
+    parameters: dict[str, torch.Tensor]
+
+
+def train_case(
+    model: ModelConfig,
+    layout: Layout,
+    steps: Sequence[list[TokenSequence]],
+    optim: OptimConfig,
+    held_out: Sequence[TokenSequence] = (),
+    sgd: bool = False,
+) -> Trained:
+    """Train the tiny model with the real loop, one optimizer step for each list of rows."""
+    runner = layout.runner(model, build_mesh(layout.mesh))
+    optimizer = torch.optim.SGD(runner.model.parameters()) if sgd else optim.build(runner.model)
+    metrics: list[dict[str, Any]] = []
+    trainer = Trainer(
+        runner=runner,
+        optimizer=optimizer,
+        optim=optim,
+        settings=TrainConfig(),
+        counters=Counters(),
+        on_step=(lambda found, _: metrics.append(found),),
+        save=lambda _: None,
+        held_out_loss=lambda: 0.0,
+        stop_requested=lambda: False,
+    )
+
+    def score() -> float:
+        work = layout.work(model, list(held_out))
+        return runner.score(work, StageClock(runner.device))[0].item() / max(1, work.label_tokens)
+
+    before = score()
+    trainer.run(loaded_step(number, layout.work(model, rows)) for number, rows in enumerate(steps))
+    parameters = {name: whole(parameter) for name, parameter in runner.model.named_parameters()}
+    return Trained(metrics, trainer.counters, [before, score()], parameters)
+
+
+def loaded_step(number: int, work: StepWork) -> LoadedStep:
+    """Hand a step over as a loader that lost nothing."""
+    return LoadedStep(
+        step=number, work=work, faults={}, refused=(), notes=(), decode_s=0.0, waited_s=0.0, frames_decoded=0
     )
 
 
-def draw_rows(seed: int, rows: list[list[str]], *, has_labels: bool = True) -> list[TokenSequence]:
-    """Draw rows of packed documents: [["tvt", "t"], ["ta"]] is two rows, of two documents and of one."""
-    rng = np.random.default_rng(seed)
-    return [pack([draw_document(rng, kinds, has_labels=has_labels) for kinds in row]) for row in rows]
-
-
-def draw_media(seed: int, rows: list[TokenSequence]) -> dict[int, dict[int, np.ndarray]]:
-    """Draw pixels and log-mel for every unit, the same on every rank."""
-    rng = np.random.default_rng(seed)  # in the order of the global batch, however it is cut into rows
-    return {
-        i: {number: _draw_array(rng, row.unit_segment(number).kind, unit.size) for number, unit in enumerate(row.units)}
-        for i, row in enumerate(rows)
-    }
-
-
-def _draw_array(rng: np.random.Generator, kind: str, size: tuple[int, ...]) -> np.ndarray:
-    if kind == "audio":
-        return rng.uniform(-10, 1, (80, *size)).astype(np.float32)
-    return rng.integers(0, 256, (*size, 3), dtype=np.uint8)
-
-
-def run_case(
-    model: ModelConfig,
-    mesh_config: MeshConfig,
-    rows: list[TokenSequence],
-    strategy: str = "balanced",
-    dtype: torch.dtype = torch.float64,
-) -> Outcome:
-    """Compute one step on this rank of the mesh."""
-    mesh = build_mesh(mesh_config)
-    costs = cost_model(model, vocabulary=VOCABULARY, dtype=dtype, call_tokens=8, rates=Rates())
-    plan = Planner(mesh_config, ShardingConfig(strategy=strategy), costs).step(rows)
-    runner = make_runner(model, mesh, vocabulary=VOCABULARY, seed=0, dtype=dtype)
-    return measure(runner, StepWork(plan, draw_media(1, rows)))
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a parameter from all ranks."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from mmcp.parallel.launch import RankError, launch
 from mmcp.training import checkpoint
 from mmcp.training.optim import OptimConfig, apply_update
+from tests.parallel.cases import whole_group
 
 OPTIM = OptimConfig(learning_rate=0.02, warmup_steps=2, total_steps=8)
 
@@ -75,7 +76,9 @@ def train_and_save(folder: str) -> list[float]:
     """Train 8 steps, saving after 4; note the tensors at both points."""
     model, optimizer = start()
     losses = steps(model, optimizer, range(4))
-    checkpoint.save(folder, 4, model=model, optimizer=optimizer, state={"seed": 7, "losses": losses})
+    checkpoint.save(
+        folder, 4, model=model, optimizer=optimizer, state={"seed": 7, "losses": losses}, group=whole_group()
+    )
     at_4 = whole(model, optimizer)
     losses += steps(model, optimizer, range(4, 8))
     at_8 = whole(model, optimizer)
@@ -88,7 +91,7 @@ def train_and_save(folder: str) -> list[float]:
 def resume(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Resume from step 4 on a model of another seed; return the losses of the 4 last steps and the tensors then."""
     model, optimizer = start(seed=1)
-    state = checkpoint.load(checkpoint.latest(folder), model=model, optimizer=optimizer)
+    state = checkpoint.load(checkpoint.latest(folder), model=model, optimizer=optimizer, group=whole_group())
     assert state["step"] == 4 and state["seed"] == 7
     expected = load_file(f"{folder}/at_4.safetensors")
     loaded = whole(model, optimizer)
@@ -124,10 +127,10 @@ def test_another_number_of_ranks_starts_from_the_same_bits_and_goes_on_alike(sav
 def test_a_model_that_is_not_sharded_loads_it_too(saved):
     folder, losses = saved
     model, optimizer = start(seed=1, shard=False)
-    checkpoint.load(folder / "step_4", model=model, optimizer=optimizer)
+    checkpoint.load(folder / "step_4", model=model, optimizer=optimizer, group=whole_group())
     assert steps(model, optimizer, range(4, 8)) == pytest.approx(losses[4:], rel=1e-12)
     weights_only, _ = start(seed=1, shard=False)
-    checkpoint.load(folder / "step_4", model=weights_only)
+    checkpoint.load(folder / "step_4", model=weights_only, group=whole_group())
     assert torch.equal(weights_only.up.weight, load_file(folder / "at_4.safetensors")["model.up.weight"])
 
 
@@ -136,7 +139,11 @@ def made(tmp_path):
     """A model, its optimizer after one step, and the folder of its checkpoint step_1; no torch.distributed."""
     model, optimizer = start(shard=False)
     steps(model, optimizer, range(1))
-    return model, optimizer, checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer, state={})
+    return (
+        model,
+        optimizer,
+        checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer, state={}, group=whole_group()),
+    )
 
 
 def test_a_missing_or_short_piece_is_refused_by_name_before_anything_is_loaded(made):
@@ -147,32 +154,32 @@ def test_a_missing_or_short_piece_is_refused_by_name_before_anything_is_loaded(m
         content = file.read_bytes()
         file.unlink()
         with pytest.raises(ValueError, match=f"{file} is missing"):
-            checkpoint.load(folder, model=model, optimizer=optimizer)
+            checkpoint.load(folder, model=model, optimizer=optimizer, group=whole_group())
         file.write_bytes(content)
     shard.write_bytes(content := shard.read_bytes()[:-8])
     with pytest.raises(ValueError, match=f"{shard} has {len(content)} of {len(content) + 8} bytes"):
-        checkpoint.load(folder, model=model, optimizer=optimizer)
+        checkpoint.load(folder, model=model, optimizer=optimizer, group=whole_group())
     (folder / "state.json").write_text('{"step": ')
     with pytest.raises(ValueError, match=r"state.json cannot be read"):
-        checkpoint.load(folder, model=model, optimizer=optimizer)
+        checkpoint.load(folder, model=model, optimizer=optimizer, group=whole_group())
     with pytest.raises(ValueError, match="so is its folder"):
-        checkpoint.load(folder / "nowhere", model=model)
+        checkpoint.load(folder / "nowhere", model=model, group=whole_group())
     assert all(torch.equal(tensor, before[name]) for name, tensor in whole(model, optimizer).items())
 
 
 def test_tensors_that_do_not_fit_the_model_are_named(made):
     _, _, folder = made
     with pytest.raises(ValueError, match=r"model.down.bias was saved as float64 \[3\], the model has float32 \[3\]"):
-        checkpoint.load(folder, model=Tiny())
+        checkpoint.load(folder, model=Tiny(), group=whole_group())
     other = Tiny().double()
     other.extra = nn.Linear(1, 1).double()
     del other.norm
     with pytest.raises(
         ValueError, match=r"extra\.bias is not in the checkpoint; model\.extra\.weight is not in the check"
     ):
-        checkpoint.load(folder, model=other)
+        checkpoint.load(folder, model=other, group=whole_group())
     with pytest.raises(ValueError, match=r"model\.norm\.bias is not in the model"):
-        checkpoint.load(folder, model=other)
+        checkpoint.load(folder, model=other, group=whole_group())
 
 
 class Hostile:
@@ -193,16 +200,16 @@ def test_nothing_is_unpickled(made, tmp_path):
     assert mark.exists(), "the attack works on a reader that unpickles"
     mark.unlink()
     (folder / ".metadata").write_bytes(attack)
-    checkpoint.load(folder, model=model, optimizer=optimizer)
+    checkpoint.load(folder, model=model, optimizer=optimizer, group=whole_group())
     shard = next(folder.glob("*.safetensors"))
     stranger = folder / "shard-00009-model-00001-of-00001.safetensors"
     stranger.write_bytes(shard.read_bytes())
     with pytest.raises(ValueError, match=f"{stranger} was not written with the others"):
-        checkpoint.load(folder, model=model, optimizer=optimizer)
+        checkpoint.load(folder, model=model, optimizer=optimizer, group=whole_group())
     stranger.unlink()
     shard.write_bytes(attack.ljust(shard.stat().st_size, b"\0"))
     with pytest.raises(ValueError, match="is not a safetensors file"):
-        checkpoint.load(folder, model=model, optimizer=optimizer)
+        checkpoint.load(folder, model=model, optimizer=optimizer, group=whole_group())
     assert not mark.exists()
 
 
@@ -219,7 +226,7 @@ def fail_to_write(folder: str, where: str) -> None:
         checkpoint.HuggingFaceStorageWriter.write_data = fail
     if where == "rename" and dist.get_rank() == 0:
         Path.rename = fail
-    checkpoint.save(folder, 1, model=model, optimizer=optimizer, state={})
+    checkpoint.save(folder, 1, model=model, optimizer=optimizer, state={}, group=whole_group())
 
 
 @pytest.mark.parametrize(("where", "rank"), [("tensors", 1), ("rename", 0)])
@@ -228,16 +235,18 @@ def test_a_writer_that_fails_ends_the_run_and_leaves_no_complete_checkpoint(tmp_
         launch(fail_to_write, 2, str(tmp_path), where)
     assert checkpoint.latest(tmp_path) is None
     model, optimizer = start(shard=False)
-    checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer, state={})
+    checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer, state={}, group=whole_group())
     assert checkpoint.latest(tmp_path) == tmp_path / "step_1", "what the failed writer left is no obstacle"
 
 
 def test_state_is_strict_json_and_a_checkpoint_is_never_overwritten(made, tmp_path):
     model, optimizer, folder = made
     with pytest.raises(ValueError, match="not JSON compliant"):
-        checkpoint.save(tmp_path, 2, model=model, optimizer=optimizer, state={"loss": float("nan")})
+        checkpoint.save(
+            tmp_path, 2, model=model, optimizer=optimizer, state={"loss": float("nan")}, group=whole_group()
+        )
     with pytest.raises(ValueError, match=r"step_1 already exists; resume from it"):
-        checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer, state={})
+        checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer, state={}, group=whole_group())
     assert not list(tmp_path.glob("*.tmp"))
     assert json.loads((folder / "state.json").read_text()) == {"step": 1}
 
@@ -294,8 +303,8 @@ def test_bfloat16_compute_learns_as_float32_does_because_the_masters_are_float32
     moved = [(start[name] != end[f"model.{name}"]).flatten() for name, _ in Tiny().named_parameters()]
     assert torch.cat(moved).float().mean() > 0.9
     assert {tensor.dtype for tensor in end.values()} == {torch.float32}
-    checkpoint.save(tmp_path, 200, model=model, optimizer=optimizer, state={})
+    checkpoint.save(tmp_path, 200, model=model, optimizer=optimizer, state={}, group=whole_group())
     fresh = sharded(Tiny(seed=1), mp_policy=policy)
     fresh_optimizer = optim.build(fresh)
-    checkpoint.load(tmp_path / "step_200", model=fresh, optimizer=fresh_optimizer)
+    checkpoint.load(tmp_path / "step_200", model=fresh, optimizer=fresh_optimizer, group=whole_group())
     assert all(torch.equal(tensor, end[name]) for name, tensor in whole(fresh, fresh_optimizer).items())
