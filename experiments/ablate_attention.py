@@ -2,7 +2,7 @@
 
 Question: softmax, linear, or a mix of both, on the same clips, tokens, steps and seeds.
 Run:      mmcp ablate experiments/configs/ablate.yaml [--ranks 2] [key=value ...]
-Smoke:    mmcp ablate experiments/configs/ablate.yaml smoke=true          (CPU, about a minute)
+Smoke:    mmcp ablate experiments/configs/ablate.yaml smoke=true          (two CPU cores, a minute or two)
 Expect:   linear layers lose on order and time, where one place of the clip has to be found; the mix loses little.
 Result:   experiments/LOG.md, entry "ablate attention"; the folder's table.md, table.csv, table.json, loss.png and
           accuracy.png, over ordinary run folders VARIANT/seed_K. What is finished there is not run again.
@@ -17,12 +17,13 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from data_pipelines.prepare import prepare
 from data_pipelines.synthetic import SyntheticConfig
 from experiments import evaluate
 from experiments.base import RunConfig
 from experiments.check_run import check
 from experiments.compare_runs import compare, tables, write_comparison
-from experiments.demo import prepare_data, write_data
+from experiments.demo import write_data
 from experiments.train_video_lm import train, with_ranks
 from experiments.watch import watch
 from mmcp.attention import AttentionConfig
@@ -68,8 +69,7 @@ def run(config: Path, overrides: Sequence[str] = (), *, ranks: int | None = None
     settings = smoke_settings(settings) if settings.smoke else settings
     base = with_ranks(load(RunConfig, settings.base, settings.changes), ranks)
     if settings.smoke:
-        write_data(Path(base.data.train).parent, SMOKE_CLIPS)
-        prepare_data(Path(base.data.train).parent, base)
+        write_smoke_data(base)
     if not base.data.held_out:
         raise ValueError(f"{settings.base}: data.held_out is empty; name shards to compare the variants on")
     runs = {
@@ -93,6 +93,15 @@ def smoke_settings(settings: AblateConfig) -> AblateConfig:
     data = (f"data.train={folder}/data/train", f"data.held_out={folder}/data/heldout", "data.held_out_samples=8")
     changes = (*settings.changes, *data, "optim.warmup_steps=1")
     return replace(settings, folder=folder, changes=changes, seeds=(0, 1), steps=2)
+
+
+def write_smoke_data(base: RunConfig) -> None:
+    """Write and prepare a few clips, unless they are there."""
+    folder = Path(base.data.train).parent
+    write_data(folder, SMOKE_CLIPS)
+    for manifest, shards in (("train.jsonl", base.data.train), ("heldout.jsonl", base.data.held_out)):
+        if not (Path(shards) / "index.json").is_file():
+            prepare(folder / manifest, shards, strict=True)
 
 
 def run_config(settings: AblateConfig, base: RunConfig, variant: str, seed: int) -> RunConfig:

@@ -88,7 +88,12 @@ def _one_line(error: Exception) -> str:
 def _overview() -> str:
     width = max(map(len, VERBS))
     lines = [f"  {verb.name:<{width}}  {verb.summary}" for verb in VERBS.values()]
-    return "\n".join(["usage: mmcp VERB ...   (mmcp VERB --help shows an example)", "", *lines])
+    head = ["usage: mmcp VERB ...", "", "Train video-language models on long clips, over context-parallel ranks.", ""]
+    tail = [
+        "",
+        "`mmcp VERB --help` tells the options and an example; the examples use what `make demo` leaves in runs/.",
+    ]
+    return "\n".join([*head, *lines, *tail])
 
 
 def _parser(verb: Verb) -> argparse.ArgumentParser:
@@ -108,8 +113,10 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; experiments/configs/ has some")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that win over the file, such as seed=1"
+    )
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -118,23 +125,27 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 def _prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("manifest", type=Path, metavar="MANIFEST", help="JSONL file, one sample a line")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the shards and their index")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder for shards and index")
     bad = parser.add_mutually_exclusive_group()
     bad.add_argument("--strict", action="store_true", help="stop at the first row that cannot be used")
-    bad.add_argument("--skip-bad", action="store_true", help="count it a success when some rows were rejected")
+    bad.add_argument("--skip-bad", action="store_true", help="exit with 0 although rows were rejected")
     _add_json(parser)
 
 
 def _train(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     _add_ranks(parser)
-    parser.add_argument("--resume", action="store_true", help="go on from the run's latest checkpoint")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the resolved config, stop")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the latest checkpoint, on any number of ranks"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only check everything and print all settings")
 
 
 def _eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--blank", action="store_true", help="black out the picture and mute the sound")
+    parser.add_argument(
+        "--blank", action="store_true", help="with black pictures and silence: what does text alone give away?"
+    )
     _add_ranks(parser)
     _add_json(parser)
 
@@ -149,9 +160,16 @@ def _ask(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="a clip, a manifest (.jsonl), a folder of shards, or a run")
-    parser.add_argument("--config", type=Path, metavar="CONFIG", help="YAML file of the model and its token budget")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="CONFIG",
+        help="YAML file of a model and its token budget (default: the run's, else long_clips.yaml)",
+    )
     parser.add_argument("--sample", type=int, metavar="N", help="which sample of SOURCE, from 0")
-    parser.add_argument("--ranks", type=int, metavar="N", help="context-parallel ranks (default: the config's)")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="context-parallel ranks to plan for (default: the config's)"
+    )
     parser.add_argument("--strategy", metavar="NAME", help="how tokens are shared out (default: the config's)")
     parser.add_argument("--compare", action="store_true", help="plan with every strategy")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page that works offline")
@@ -183,35 +201,35 @@ VERBS = {
         Verb(
             "prepare",
             "turn media and a JSONL manifest into shards and an index",
-            "mmcp prepare clips/manifest.jsonl --out shards/",
+            "mmcp prepare runs/demo-data/train.jsonl --out shards/train",
             "experiments.prepare:run",
             _prepare,
         ),
         Verb(
             "train",
             "train a video-language model over context-parallel ranks",
-            "mmcp train experiments/configs/demo.yaml optim.learning_rate=1e-3 --ranks 2",
+            "mmcp train experiments/configs/demo.yaml folder=runs/mine optim.total_steps=100 --ranks 2",
             "experiments.train_video_lm:run",
             _train,
         ),
         Verb(
             "eval",
             "measure a run on held-out clips",
-            "mmcp eval runs/demo --ranks 2 --json",
+            "mmcp eval runs/demo --blank",
             "experiments.evaluate:run",
             _eval,
         ),
         Verb(
             "ask",
             "answer one question about one clip",
-            'mmcp ask runs/demo "Which colour flashed?" --video clip.mp4',
+            'mmcp ask runs/demo "Which color flashed?" --video runs/demo-data/media/heldout_00000.mp4',
             "experiments.ask:run",
             _ask,
         ),
         Verb(
             "inspect",
-            "show the layout of a sequence and its balance over ranks",
-            "mmcp inspect clip.mp4 --ranks 8 --compare --html balance.html",
+            "show how a sequence lies over ranks and how even the work is; nothing is decoded",
+            "mmcp inspect runs/demo-data/media/heldout_00000.mp4 --ranks 4 --compare --html balance.html",
             "experiments.inspect_plan:run",
             _inspect,
         ),

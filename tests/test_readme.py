@@ -1,13 +1,15 @@
-"""README: the tree in it is the first sentence of every module's docstring; its strategy runs; its files exist.
+"""README: its tree is the first sentence of every module's docstring; its code keeps the contracts; its commands parse.
 
 python -m pytest tests/test_readme.py        (python tests/test_readme.py writes the tree anew)
 """
 
 import ast
 import re
+import shlex
+import typing
 from pathlib import Path
 
-import numpy as np
+import pytest
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -39,21 +41,114 @@ def test_the_tree_is_that_of_the_code():
     assert found == tree(), "run python tests/test_readme.py"
 
 
-def test_the_strategy_of_the_readme_makes_a_plan():
-    from mmcp.registry import Registry
-    from mmcp.sharding import strategies
+def blocks(language: str) -> list[str]:
+    """Return the README's blocks of code in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def test_every_verb_is_in_its_table():
+    from mmcp.cli import VERBS
+
+    assert re.findall(r"^\| `mmcp (\w+)", README.read_text(encoding="utf-8"), re.MULTILINE) == list(VERBS)
+
+
+def test_every_section_of_the_config_is_in_its_table():
+    from experiments.base import RunConfig
+    from mmcp.config.typed import is_config
+
+    types = typing.get_type_hints(RunConfig)
+    rows = re.findall(r"^\| (`.*`) \| .* \| `(.*)` \|$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    declared = {name.strip("` "): file for names, file in rows for name in names.split(",")}
+    assert declared.keys() == types.keys()
+    for name, cls in types.items():
+        if is_config(cls):
+            assert declared[name] == f"{cls.__module__.replace('.', '/')}.py"
+
+
+def test_commands_can_be_read():
+    from mmcp import cli
+
+    commands = [line for block in blocks("sh") for line in block.splitlines()]
+    assert len(commands) > 5
+    for command in commands:
+        words = shlex.split(command, comments=True)
+        cli._parser(cli.VERBS[words[1]]).parse_intermixed_args(words[2:])
+
+
+def test_its_manifest_can_be_read(tmp_path):
+    from data_pipelines.manifest import Sample, read_manifest
+
+    (tmp_path / "clip.mp4").touch()
+    (tmp_path / "manifest.jsonl").write_text(blocks("json")[0])
+    samples = list(read_manifest(tmp_path / "manifest.jsonl"))
+    assert [isinstance(sample, Sample) and len(sample.turns) for sample in samples] == [2, 2]
+
+
+@pytest.fixture
+def shown():
+    """Return `shown(number)`: run a python block and return what it defines; what it registers is taken back."""
+    from encoders import ENCODERS
+    from mmcp.attention import ATTENTION
+    from mmcp.sharding.strategies import STRATEGIES
+
+    registries = (ATTENTION, ENCODERS, STRATEGIES)
+    before = [dict(registry) for registry in registries]
+
+    def run(number: int) -> dict:
+        defined = {"__name__": f"readme_{number}"}
+        exec(compile(blocks("python")[number], f"README.md, block {number}", "exec"), defined)
+        return defined
+
+    yield run
+    for registry, entries in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(entries)
+
+
+def test_its_attention_variant_is_its_reference(shown):
+    import torch
+
+    from mmcp.attention.base import split_heads
+    from mmcp.masks import Mask
+    from tests.attention.rows import draw_inputs, relative_error, row_info
+
+    variant, heads = shown(0)["ReluConfig"](), split_heads(6, 2, 1)[0]
+    core = variant.build(heads=6, head_dim=8)
+    for lengths in ([9, 1, 14], []):
+        mask = Mask.causal(lengths)
+        inputs = draw_inputs(core, mask.num_tokens, heads, seed=0)
+        out, expected = core(inputs, row_info(mask), heads), core.reference(inputs, mask, heads)
+        pairs = [(out, expected)]
+        if lengths:
+            grads = (torch.autograd.grad(x.square().sum(), list(inputs.values())) for x in (out, expected))
+            pairs += zip(*grads, strict=True)
+        assert max(relative_error(got, want, of=()) for got, want in pairs) < 1e-12
+    assert variant.flops(Mask.causal([3]), heads=2, head_dim=8) == 2 * 6 * 4 * 8
+
+
+def test_its_encoder_keeps_the_contract(shown):
+    import torch
+
+    from data_pipelines.units import image_unit
+
+    encoder = shown(1)["ImageMeans"](block=4)
+    assert encoder.frames == 1 and image_unit((9, 14), (8, 12), encoder).num_tokens == encoder.num_tokens((8, 12))
+    module = encoder.build(24)
+    rows = module(torch.randint(0, 256, (3, 8, 12, 3), dtype=torch.uint8))
+    assert rows.shape == (3 * encoder.num_tokens((8, 12)), 24)
+    none = module(module.empty())
+    none.sum().backward()
+    assert none.shape == (0, 24) and all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_its_strategy_makes_exact_plans(shown):
     from mmcp.sharding.cost import row_costs
     from mmcp.sharding.plan import check
     from mmcp.sharding.workloads import make_workload, reference_model
 
-    code = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert code
-    table = Registry("sharding strategy")
-    scope = {**vars(strategies), "STRATEGIES": table, "np": np}
-    exec(compile(code.group(1), "README.md", "exec"), scope)
-    row = make_workload("lecture_hour", seed=0, length=0.01)
-    plan = table["even_units"](row, (1, 3), row_costs(row, reference_model("softmax")))
-    check(plan, row)
+    dealt, row = shown(2)["dealt"], make_workload("lecture_hour", seed=0, length=0.01)
+    for mesh in ((1, 1), (1, 3), (2, 2)):
+        check(dealt(row, mesh, row_costs(row, reference_model("softmax"))), row)
 
 
 def test_files_it_names_exist():

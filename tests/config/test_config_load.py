@@ -89,7 +89,7 @@ def problems(read, text: str, *overrides: str) -> list[str]:
     return caught.value.problems
 
 
-NUMBERS = Path(__file__).parent.parent / "data" / "B67_numbers.yaml"
+NUMBERS = Path(__file__).parents[1] / "data" / "cases" / "B67_numbers.yaml"
 CASES = [line.split(": ", 1) for line in NUMBERS.read_text().splitlines()]
 AS_FLOAT = {"lr_plain": 1e-5, "lr_dot": 1e-5, "lr_cap": 1e-5, "eps": 1e-8, "mu": 1e4, "hex": 16.0}
 AS_INTEGER = {"mu": 10_000, "hex": 16}

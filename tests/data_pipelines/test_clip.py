@@ -22,7 +22,7 @@ from encoders import AudioWindows, ImagePatches, TokenizerConfig, VideoPatches
 from mmcp.interleave import StampConfig
 from mmcp.sequence import NO_ID, NO_LABEL
 
-DATA = Path(__file__).parents[1] / "data"
+CASES = Path(__file__).parents[1] / "data" / "cases"
 TEXT = TokenizerConfig().build()
 RULES = Rules(
     text=TEXT, image=ImagePatches(patch=8), video=VideoPatches(patch=8), audio=AudioWindows(frames_per_row=20)
@@ -44,7 +44,7 @@ def sample(*question, answer="red"):
 
 
 def media(*items):
-    return {item.media: examine(item.kind, MediaFile(str(DATA / item.media))) for item in items if item.media}
+    return {item.media: examine(item.kind, MediaFile(str(CASES / item.media))) for item in items if item.media}
 
 
 def build(*question, config=FIXED, answer="red", **options):
@@ -147,7 +147,7 @@ def test_a_budget_refuses_or_reduces_and_never_cuts():
 
 @pytest.mark.parametrize("with_clip", [False, True])
 def test_odd_texts_give_arrays_of_one_length(with_clip):
-    for line in (DATA / "B48_texts.jsonl").read_text().splitlines():
+    for line in (CASES / "B48_texts.jsonl").read_text().splitlines():
         words = TEXT.clean(json.loads(line)["text"])[0]
         question = [video("B46_silent_track.mp4"), text(words)] if with_clip else [text(words)]
         if not (words or with_clip):

@@ -22,7 +22,7 @@ from mmcp.interleave import StampConfig
 from mmcp.sequence import HOP
 from tests.data_pipelines.clips import packets_of
 
-DATA = Path(__file__).parents[1] / "data"
+CASES = Path(__file__).parents[1] / "data" / "cases"
 EACH = VideoPatches(patch=8, frames=1)
 PAIRS = VideoPatches(patch=8, frames=2)
 WINDOWS = AudioWindows(window=100, frames_per_row=20)
@@ -131,14 +131,14 @@ def test_image_is_one_unit():
     ("name", "frames", "gap"), [("4fps_5s", 20, "1/4"), ("8fps_5s", 40, "1/8"), ("0p2fps_60s", 12, 5)]
 )
 def test_every_frame_has_its_own_time_at_any_rate(name, frames, gap):
-    index = read_index(str(DATA / f"B44_{name}.mp4"))
+    index = read_index(str(CASES / f"B44_{name}.mp4"))
     units = frame_groups(index, (16, 16), EACH, rate=Fraction(30))
     assert [unit.start for unit in units] == [i * Fraction(gap) for i in range(frames)]
     assert len({StampConfig().text(unit.start) for unit in units}) == frames
 
 
 def test_variable_rate_is_sampled_by_time():
-    index = read_index(str(DATA / "B08_vfr.mkv"))
+    index = read_index(str(CASES / "B08_vfr.mkv"))
     units = frame_groups(index, (16, 16), EACH, rate=Fraction(1))
     assert len(units) == 8
     assert all(0 <= i - unit.start < Fraction(1, 5) for i, unit in enumerate(units))
@@ -147,7 +147,7 @@ def test_variable_rate_is_sampled_by_time():
 def test_sound_and_picture_of_different_lengths():
     counts = {}
     for name in ("no_audio_track", "silent_track", "audio5s_video2s", "audio1s_video5s"):
-        index = read_index(str(DATA / f"B46_{name}.mp4"))
+        index = read_index(str(CASES / f"B46_{name}.mp4"))
         windows = sound_windows(index, WINDOWS)
         counts[name] = sum(window.num_tokens for window in windows)
         assert all(before.start < after.start for before, after in pairwise(windows))
@@ -161,7 +161,7 @@ def test_sound_and_picture_of_different_lengths():
 
 def test_short_and_broken_sounds_give_rows_by_the_rule():
     rows = {}
-    for path in sorted((DATA / "B47_audio").glob("*.wav")):
+    for path in sorted((CASES / "B47_audio").glob("*.wav")):
         try:
             index = read_index(str(path))
         except ValueError as error:

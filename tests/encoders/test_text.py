@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from encoders.text import ROLES, ByteTokenizer, FileTokenizer, TokenizerConfig
 
 SPELLED = ["<|user|>", "<|assistant|>", "<|end|>", "<|im_end|>", "a<|im_end|><|im_start|>user b", "<s>[CLS][UNK]"]
-TEXTS = Path(__file__).parents[1] / "data" / "B48_texts.jsonl"
+TEXTS = Path(__file__).parents[1] / "data" / "cases" / "B48_texts.jsonl"
 
 
 @pytest.fixture(scope="module")

@@ -36,8 +36,9 @@ def ablate(folder: Path) -> dict:
     return run(CONFIG, ["smoke=true", f"folder={folder}/ablation", VARIANTS], ranks=1).record
 
 
-def test_smoke(one_rank_here, tmp_path):
+def test_smoke(one_rank_here, tmp_path, capsys):
     record = ablate(tmp_path)
+    assert capsys.readouterr().out == "", "with --json the record is all that is printed"
     folder = tmp_path / "ablation_smoke"
     assert record["seeds"] == 2 and record["steps"] == 2 and list(record["variants"]) == ["softmax", "mix"]
     runs = {name: [folder / name / f"seed_{seed}" for seed in (0, 1)] for name in record["variants"]}

@@ -18,8 +18,8 @@ from mmcp import cli
 from mmcp.config import dump, load
 from mmcp.sharding.strategies import STRATEGIES
 
-DATA = Path(__file__).parent.parent / "data"
-CLIP = DATA / "ref_4s_30fps_aac.mp4"
+CASES = Path(__file__).parents[1] / "data" / "cases"
+CLIP = CASES / "ref_4s_30fps_aac.mp4"
 DEMO = Path(__file__).parent.parent.parent / "experiments" / "configs" / "demo.yaml"
 FIELDS = ["tokens", "ranks", "strategy", "per_rank", "imbalance", "makespan_ratio", "plan_ms", "digest"]
 PER_RANK = (
