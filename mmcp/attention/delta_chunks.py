@@ -104,14 +104,15 @@ class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_after: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, strength, index, before = ctx.saved_tensors
-        grads = [None if x is None else torch.empty_like(x) for x in (q, k, v, log_decay, strength)]
+        grads: list[Any] = [None if x is None else torch.empty_like(x) for x in (q, k, v, log_decay, strength)]
         grad_states, number = grad_after.clone(), len(before)
         for run, groups in reversed(list(enumerate(ctx.groups_of_run))):
             for group in reversed(groups):
                 number -= 1
                 tokens = _Tokens.of(group, index, k, v, log_decay, strength, before.dtype)
-                *parts, grad_states[run] = tokens.backward(q, grad_out, before[number], grad_states[run])
-                for total, part in zip(grads, parts, strict=True):
+                parts: tuple[Any, ...] = tokens.backward(q, grad_out, before[number], grad_states[run])
+                grad_states[run] = parts[-1]
+                for total, part in zip(grads, parts[:-1], strict=True):
                     if total is not None:
                         total[group.start : group.stop] = _unchunk(part, group)
         return *grads, grad_states, None, None

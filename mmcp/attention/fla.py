@@ -51,9 +51,9 @@ def cut_sequences(mask: Mask, runs: Ranges, device: torch.device) -> Sequences:
         rows += stop - start
         last.append(len(bounds) - 2)
     continues = ~np.isin([start for start, _ in runs], mask.bounds)
-    arrays = (np.array(x, dtype=np.int64) for x in (bounds, first, last))
-    tensors = (torch.from_numpy(x).to(device) for x in arrays)
-    return Sequences(*tensors, torch.from_numpy(continues).to(device)[:, None, None, None])
+    arrays = [np.array(bounds, dtype=np.int64), np.array(first, dtype=np.int64), np.array(last, dtype=np.int64)]
+    starts, firsts, lasts = (torch.from_numpy(array).to(device) for array in arrays)
+    return Sequences(starts, firsts, lasts, torch.from_numpy(continues).to(device)[:, None, None, None])
 
 
 def fla_gated_delta(

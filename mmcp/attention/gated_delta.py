@@ -188,9 +188,13 @@ class GatedDelta(RecurrentAttention):
         self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, runs: Ranges, states: Tensor
     ) -> Tensor:
         """What `prepare` gave, states [runs, h, d, d]  ->  [n, h, d]."""
-        v = inputs["v"]
+        q, k, v, log_decay, strength = (inputs[spec.name] for spec in self.tensors)
         out = gated_delta(
-            *(inputs[spec.name] for spec in self.tensors),
+            q,
+            k,
+            v,
+            log_decay,
+            strength,
             states,
             key_of_value=heads.kv_of_query,
             runs=runs_of(info, runs, self.settings.chunk, v),

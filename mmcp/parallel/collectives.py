@@ -130,6 +130,7 @@ def start_exchange(
     work = dist.all_to_all_single(
         received, send, list(receive_sizes), list(send_sizes), group=group.handle, async_op=True
     )
+    assert work is not None, "an exchange that is not waited for has something to wait for"
     return received, Flight((work,), (send, received))
 
 

@@ -91,7 +91,8 @@ class GroupedExchange:
         """
         trip = _Trip(self, [None] * len(self.inputs), [None] * len(self.inputs))
         tokens = _Depart.apply(trip, *inputs)
-        landing, kept = [], {}
+        landing = []
+        kept: dict[str, Tensor] = {}
         for number, (token, share) in enumerate(zip(tokens, self.shares, strict=True)):
             arrived = dict(zip([t.name for t in self.tensors], _Arrive.apply(trip, number, token), strict=True))
             kept = {t.name: _joined(kept.get(t.name), arrived[t.name], t, share) for t in self.tensors}

@@ -34,7 +34,7 @@ class Mode:
     """One way to attend over several ranks."""
 
     name: str
-    carries: type[Attention]
+    carries: type
     """Variants that it can carry."""
     needs: str
     """What it needs of a variant, for the error."""

@@ -143,7 +143,8 @@ class _Returns:
     def __init__(self, total: Tensor, hops: tuple[Hop, ...], group: Group):
         """total: [n, 2, k, d]  gradients of this rank's own keys and values, so far from its own queries."""
         self.total, self.hops, self.group = total, hops, group
-        self.flight, self.buffer, self.rows = Flight(), total, ()
+        self.flight, self.buffer = Flight(), total
+        self.rows: Ranges = ()
 
     def leave(self, step: int, visitors: Tensor) -> None:
         """Send home what hop `step` adds: [m, 2, k, d], in the type of the total."""

@@ -5,6 +5,7 @@ Write it again after a change:  python -m mmcp.report.attention_modes > docs/att
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ def refusals() -> Iterator[str]:
     for variant, entry in ATTENTION.items():
         core = entry().build(heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM)
         for mode in MODES.values():
-            yield from _message(lambda core=core, mode=mode: mode.check(core))
+            yield from _message(partial(mode.check, core))
         for mask in MASKS.values():
             yield from filter(None, [refusal_of_mask(variant, mask)])
     yield from _message(lambda: split_heads(3, 2, 1))
@@ -84,7 +85,7 @@ def refusals() -> Iterator[str]:
     core = softmax.build(heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM)
     for mode in MODES.values():
         if isinstance(core, mode.carries):
-            yield from _message(lambda mode=mode: mode.check(core, torch.device("cuda")))
+            yield from _message(partial(mode.check, core, torch.device("cuda")))
     yield from _message(lambda: replace(softmax, mode="ring", chunks=2))
     yield from _message(lambda: replace(softmax, sink=2))
 
