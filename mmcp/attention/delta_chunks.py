@@ -288,7 +288,8 @@ class _Flows:
     def none(like: Tensor) -> "_Flows":
         """Start with nothing, for tokens like [m, h, c, 1]."""
         tokens = like[..., 0].double()
-        return _Flows(*(torch.zeros_like(tokens) for _ in range(3)), torch.zeros_like(tokens[..., 0]))
+        ends, into, out = (torch.zeros_like(tokens) for _ in range(3))
+        return _Flows(ends, into, out, torch.zeros_like(tokens[..., 0]))
 
     def add_between(self, pairs: Tensor) -> None:
         """Add ways from token j to token i: [m, h, c (i), c (j)], 0 but for j < i."""
