@@ -174,10 +174,11 @@ def _layer_costs(backbone: BackboneConfig) -> tuple[LayerCost, ...]:
     return tuple(
         LayerCost(
             count=count,
-            heads=backbone.heads,
-            pair_flops=variant.pair_flops(backbone.head_dim),
-            token_flops=variant.token_flops(backbone.head_dim),
+            heads=backbone.shape(variant).heads,
+            pair_flops=variant.pair_flops(backbone.shape(variant).head_dim),
+            token_flops=variant.token_flops(backbone.shape(variant).head_dim),
             window=variant.window,
+            mode="state" if variant.mode == "scan" else variant.mode,
         )
         for variant, count in counts.items()
     )

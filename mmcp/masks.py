@@ -22,6 +22,7 @@ from functools import cached_property
 import numpy as np
 
 from mmcp.sequence import Segment, TokenSequence
+from mmcp.sharding.ranges import Ranges, overlapping, union
 
 ATTENDS = ("causal", "both", "prefix")
 
@@ -150,6 +151,52 @@ def count_pairs(slices: np.ndarray) -> np.ndarray:
     shift = q0 - k0
     below_highest = _pairs_below(q1 - q0, k1 - k0, highest + shift)
     return below_highest - _pairs_below(q1 - q0, k1 - k0, lowest + shift - 1)
+
+
+def restrict(slices: np.ndarray, queries: Ranges, keys: Ranges) -> np.ndarray:
+    """Keep the pairs of some queries and some keys: [pieces, 6] int64, as slices, each inside one range of both.
+
+    Rectangles are tight: every query of a piece reads one of its keys, and every key is read.
+    A causal (0, 4, 0, 4, -3, 0) for queries 2 3 and keys 0 3 becomes (2, 4, 0, 1, -3, 0) and (3, 4, 3, 4, -3, 0).
+    """
+    query_starts, query_stops = _bounds(queries)
+    key_starts, key_stops = _bounds(keys)
+    piece, query = overlapping(query_starts, query_stops, slices[:, 0], slices[:, 1])
+    entry, key = overlapping(key_starts, key_stops, slices[piece, 2], slices[piece, 3])
+    piece, query = piece[entry], query[entry]
+    lowest, highest = slices[piece, 4], slices[piece, 5]
+    q0, q1 = np.maximum(slices[piece, 0], query_starts[query]), np.minimum(slices[piece, 1], query_stops[query])
+    k0, k1 = np.maximum(slices[piece, 2], key_starts[key]), np.minimum(slices[piece, 3], key_stops[key])
+    q0, q1 = np.maximum(q0, k0 - highest), np.minimum(q1, k1 - lowest)
+    k0, k1 = np.maximum(k0, q0 + lowest), np.minimum(k1, q1 + highest)
+    pieces = np.stack([q0, q1, k0, k1, lowest, highest], axis=1)
+    return pieces[(q0 < q1) & (k0 < k1)]
+
+
+def keys_of(pieces: np.ndarray) -> Ranges:
+    """Return the keys that pieces of `restrict` read."""
+    return union([tuple((int(start), int(stop)) for start, stop in pieces[:, 2:4])])
+
+
+def renumber(pieces: np.ndarray, queries: Ranges, keys: Ranges) -> np.ndarray:
+    """Count queries and keys from 0 inside their sets instead of along the row: pieces of `restrict` stay one each.
+
+    The example of `restrict` becomes (0, 2, 0, 1, -1, 2), (1, 2, 1, 2, -1, 2)
+    """
+    shift_query, shift_key = _shifts(pieces[:, 0], queries), _shifts(pieces[:, 2], keys)
+    along = shift_key - shift_query
+    return pieces + np.stack([shift_query, shift_query, shift_key, shift_key, along, along], axis=1)
+
+
+def _bounds(ranges: Ranges) -> np.ndarray:
+    return np.array(ranges, dtype=np.int64).reshape(-1, 2).T
+
+
+def _shifts(positions: np.ndarray, ranges: Ranges) -> np.ndarray:
+    """What to add to each position, the start of a piece inside one range, to count from 0 inside the set."""
+    starts, stops = _bounds(ranges)
+    before = np.cumsum(stops - starts) - (stops - starts)
+    return (before - starts)[np.searchsorted(starts, positions, side="right") - 1] if len(starts) else positions
 
 
 def _pairs_below(rows: np.ndarray, columns: np.ndarray, diagonal: np.ndarray) -> np.ndarray:

@@ -6,8 +6,9 @@ Run: python -m pytest tests/test_masks.py
 import numpy as np
 import pytest
 
-from mmcp.masks import Mask, count_pairs
+from mmcp.masks import Mask, count_pairs, keys_of, renumber, restrict
 from mmcp.sequence import Segment, TokenSequence, pack
+from mmcp.sharding.ranges import as_indices, as_ranges
 from tests.sequences import draw_sequence, draw_unit
 
 SEEDS = range(150)
@@ -96,3 +97,21 @@ def test_an_hour_is_described_in_milliseconds():
     units = tuple(draw_unit(rng, kind="video", start=i) for i in range(1800))
     mask = Mask.of(TokenSequence((Segment(kind="video", units=units, attends="both"),)))
     assert mask.pairs() > 0 and len(mask.slices) <= 1801
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_restricted_mask_is_the_dense_one_of_those_queries_and_keys(seed):
+    rng = np.random.default_rng(seed)
+    sequence, mask = drawn_mask(seed)
+    chosen = [np.flatnonzero(rng.random(sequence.num_tokens) < share) for share in rng.choice([0.1, 0.5, 1.0], 2)]
+    queries, keys = map(as_ranges, chosen)
+    dense = mask.dense()[np.ix_(*chosen)]
+    pieces = restrict(mask.slices, queries, keys)
+    assert as_indices(keys_of(pieces)).tolist() == chosen[1][dense.any(axis=0)].tolist()
+    counts = np.zeros(dense.shape, dtype=int)
+    for q0, q1, k0, k1, lowest, highest in renumber(pieces, queries, keys):
+        query, key = np.ogrid[q0:q1, k0:k1]
+        inside = (lowest <= key - query) & (key - query <= highest)
+        assert inside.any(axis=1).all() and inside.any(axis=0).all()
+        counts[q0:q1, k0:k1] += inside
+    np.testing.assert_array_equal(counts, dense.astype(int))

@@ -4,11 +4,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from mmcp.attention.tiles import Tiling
 from mmcp.masks import Mask
 from mmcp.registry import Registry
 from mmcp.sharding.plan import ShardPlan
+from mmcp.sharding.ranges import Ranges
 
 ATTENTION = Registry("attention variant")
 
@@ -46,7 +49,8 @@ def split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> tuple[HeadShar
     if ranks > num_heads:
         raise ValueError(
             f"ulysses={ranks} ranks for {num_heads} query heads ({num_kv_heads} key-value heads): some rank would get "
-            f"no head; use ulysses at most {num_heads} and put the other ranks on the ring axis"
+            f"no head; use ulysses at most {num_heads} and put the other ranks on the ring axis, in a mode that "
+            "crosses it"
         )
     group = num_heads // num_kv_heads
     shares = []
@@ -55,6 +59,17 @@ def split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> tuple[HeadShar
         kv = tuple(range(query[0] // group, query[-1] // group + 1))
         shares.append(HeadShare(query, kv, tuple(head // group - kv[0] for head in query)))
     return tuple(shares)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """Heads of one layer and their size."""
+
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key-value heads, a divisor."""
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,8 @@ class HeadTensor:
     """`query`: one per query head; `kv`: one per key-value head."""
     dim: int
     """Size of a head in this tensor; 1 for a gate."""
+    halo: int = 0
+    """Tokens before a run that `RecurrentAttention.prepare` reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +107,9 @@ class Attention(nn.Module, ABC):
     out_dim: int
     """Size of a head of the output."""
 
+    def check(self, mask: Mask) -> None:
+        """Raise ValueError for a mask that this variant would ignore; by default none."""
+
     @abstractmethod
     def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
         """Attend.
@@ -103,16 +123,135 @@ class Attention(nn.Module, ABC):
         """Compute what `forward` must give, slowly and in float64: the specification."""
 
 
+class SoftmaxAttention(Attention):
+    """A variant of q, k and v whose answer is a weighted mean of values: answers to some keys merge by log-sum-exp."""
+
+    @abstractmethod
+    def visible(self, mask: Mask) -> Mask:
+        """Narrow the row's mask to what this variant lets a query read."""
+
+    @abstractmethod
+    def partial(self, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, heads: HeadShare) -> tuple[Tensor, Tensor]:
+        """Attend to the keys that are here, outside autograd.
+
+        q: [sq, h, d]  k, v: [sk, k, d]   any tokens of the row, of the heads present; tiles count their rows
+        returns out [sq, h, d], in the inputs' type or wider, and lse [sq, h], in float32 or wider; 0 and -inf where a
+        query reads no key here
+        """
+
+    @abstractmethod
+    def partial_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tiling: Tiling,
+        heads: HeadShare,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the share of these keys in the gradients of q, k and v, in the inputs' type or wider.
+
+        grad, out: [sq, h, d], in the inputs' type  lse: [sq, h]   of the answer merged over all keys
+        """
+
+
+class RecurrentAttention(Attention):
+    """A variant that reads in order: a run of tokens changes the state by an affine map.
+
+        state after = transition * state before + state
+
+    A run is a contiguous range of the row's tokens, given as global positions; the tensors of several runs stand one
+    after the other. Where a document begins inside a run, also at its first token, its transition is 0 and its state
+    is that of its last document. States and transitions are in float32 or the inputs' type, whichever is wider, and
+    carry gradients. `summarise` and `finish` take what `prepare` gives.
+    """
+
+    state_dim: tuple[int, int]
+    """Size of the state of one query head, (d_k, d_v)."""
+    transition_dim: tuple[int, ...]
+    """Size of the transition of one query head: () scales the state, (d_k, d_k) multiplies it from the left."""
+
+    def check(self, mask: Mask) -> None:
+        """Raise ValueError for tokens that attend both ways: a state is read in order."""
+        if len(mask.blocks):
+            start, stop = mask.blocks[0].tolist()
+            raise ValueError(
+                f"linear attention reads in order, but tokens {start} to {stop - 1} attend both ways; let all segments "
+                "attend 'causal', or use softmax in every layer"
+            )
+
+    def prepare(
+        self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, runs: Ranges, halo: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Mix what is read of neighbouring tokens, once, before `summarise` and `finish`; by default nothing.
+
+        inputs: one [n, heads present, dim] per entry of `tensors`, the tokens of all runs
+        halo: one [runs, halo, heads present, dim] per entry, the tokens before each run, with gradients; of no effect
+            where they lie before the row or in another document
+        """
+        return inputs
+
+    @abstractmethod
+    def summarise(
+        self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, runs: Ranges
+    ) -> tuple[Tensor, Tensor]:
+        """Tell what each run does to the state.
+
+        inputs: what `prepare` gave for the tokens of all runs
+        returns transition [runs, h, *transition_dim] and state [runs, h, d_k, d_v]
+        """
+
+    @abstractmethod
+    def finish(
+        self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, runs: Ranges, states: Tensor
+    ) -> Tensor:
+        """Attend, given the state before each run.
+
+        states: [runs, h, d_k, d_v]  of no effect on a run that begins a document
+        returns [n, query heads present, out_dim]
+        """
+
+    def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
+        """Attend to the whole row, as one run."""
+        self.check(info.mask)
+        first, s = inputs[self.tensors[0].name], info.mask.num_tokens
+        assert len(first) == s, f"{len(first)} tokens in a row of {s}"
+        runs = ((0, s),) if s else ()
+        halo = {
+            spec.name: first.new_zeros((len(runs), spec.halo, *inputs[spec.name].shape[1:])) for spec in self.tensors
+        }
+        states = first.new_zeros(
+            (len(runs), len(heads.query_heads), *self.state_dim), dtype=torch.promote_types(first.dtype, torch.float32)
+        )
+        return self.finish(self.prepare(inputs, info, heads, runs, halo), info, heads, runs, states)
+
+
+def carry(transition: Tensor, state: Tensor) -> Tensor:
+    """Apply transitions [..., h] or [..., h, d_k, d_k] to states [..., h, d_k, d_v]."""
+    return transition @ state if transition.ndim == state.ndim else transition[..., None, None] * state
+
+
 class LocalAttention(nn.Module):
     """All heads of a layer on one rank: the call that a parallel wrapper answers too."""
 
-    def __init__(self, core: Attention, heads: HeadShare):
+    def __init__(self, core: Attention, heads: HeadShare, *, mode: str = "ulysses", chunks: int = 1):
         super().__init__()
         self.core, self.heads = core, heads
+        self.mode, self.chunks = mode, chunks
 
     def forward(self, inputs: dict[str, Tensor], info: RowInfo) -> Tensor:
         """Attend: one [s, heads, dim] per entry of the core's `tensors` -> [s, h, out_dim]."""
         return self.core(inputs, info, self.heads)
+
+
+def check_chunks(mode: str, chunks: int) -> None:
+    """Raise ValueError for a number of head groups that means nothing in this mode."""
+    if chunks < 1:
+        raise ValueError(f"chunks={chunks} groups of heads; use 1 to exchange all heads at once")
+    if chunks > 1 and mode != "ulysses":
+        raise ValueError(f"chunks={chunks} groups of heads in mode '{mode}': only 'ulysses' exchanges in groups; use 1")
 
 
 class Variant(Protocol):
@@ -126,15 +265,34 @@ class Variant(Protocol):
         """Whether queries and keys are turned by their positions before the core sees them."""
 
     @property
+    def qk_norm(self) -> bool:
+        """Whether the layer may norm queries and keys per head, where the backbone asks for it."""
+
+    @property
     def output_gate(self) -> bool:
-        """Whether the layer multiplies the output by sigmoid(gate(x))."""
+        """Whether the layer multiplies the output by a gate, activation(projection(x))."""
+
+    @property
+    def gate_activation(self) -> Literal["sigmoid", "silu"]:
+        """What the projection passes through to be that gate."""
+
+    @property
+    def mode(self) -> str:
+        """How the layer works over several ranks: a name in mmcp.parallel.modes; the field lists the possible ones."""
+
+    @property
+    def chunks(self) -> int:
+        """Mode `ulysses`: groups of heads whose exchange runs under the attention of another group."""
 
     @property
     def layout(self) -> Literal["any", "contiguous"]:
         """Tokens a rank may hold when the sequence stays split; under Ulysses any layout will do."""
 
-    def build(self, *, heads: int, head_dim: int) -> Attention:
-        """Make the core of a layer with `heads` query heads in all."""
+    def shape(self, backbone: HeadShape) -> HeadShape:
+        """Say which heads a layer has, given those of the backbone: the same unless the variant has its own."""
+
+    def build(self, *, heads: int, kv_heads: int, head_dim: int) -> Attention:
+        """Make the core of a layer with `heads` query heads and `kv_heads` key-value heads in all."""
 
     @property
     def window(self) -> int:

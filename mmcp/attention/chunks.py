@@ -13,6 +13,8 @@ document add to U; only tokens of the document that was open before the chunk re
 
 Chunks are worked on a group at a time, so that what a group needs stays in the cache at any length of the row; the
 state goes from group to group in forward, its gradient from group to group in backward.
+
+Tokens come as runs: contiguous ranges of the row, one after the other, each with the state before it.
 """
 
 import math
@@ -24,21 +26,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmcp.attention.base import RowInfo
+from mmcp.attention.fla import Sequences, cut_sequences, fla_decayed, uses_fla
 from mmcp.masks import Mask
+from mmcp.sharding.ranges import Ranges
+from mmcp.sharding.ranges import size as num_tokens
 
 GROUP_TOKENS = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Consecutive chunks of a row and the document borders in them: m chunks of c tokens, the row's last one padded."""
+    """Consecutive chunks of a run and the document borders in them: m chunks of c tokens, the run's last one padded."""
 
     start: int
-    """First token."""
+    """First token, counted over all runs."""
     stop: int
     """Last + 1 token."""
     size: int
     """Tokens of a chunk, c."""
+    lengths: Tensor
+    """[m] int64: tokens of each chunk without padding."""
     split_chunks: Tensor
     """[splits] int64: chunks that hold tokens of more than one document."""
     same_document: Tensor
@@ -51,37 +59,112 @@ class Group:
     """[m] bool: whether the state before the chunk is still part of the one after it."""
 
 
-def groups_of(mask: Mask, size: int, device: torch.device) -> tuple[Group, ...]:
-    """Cut a row into chunks of `size` tokens, and these into groups."""
-    s, step = mask.num_tokens, max(1, GROUP_TOKENS // size)
-    if not s:
-        return ()
-    document = np.pad(mask.documents, (0, -s % size), mode="edge").reshape(-1, size)
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Runs of tokens, cut for the code that works on them."""
+
+    groups: tuple[tuple[Group, ...], ...]
+    """Per run its groups of chunks; none where flash-linear-attention does the work."""
+    sequences: Sequences | None
+    """What that library's kernels take, where they are used."""
+
+
+def runs_of(info: RowInfo, runs: Ranges, size: int, tokens: Tensor) -> Runs:
+    """Cut the runs that `tokens` [n, ...] belong to into chunks of `size`; equal layers share the result."""
+    assert len(tokens) == num_tokens(runs), f"{len(tokens)} tokens in runs of {num_tokens(runs)}"
+    on_gpu = uses_fla(tokens)
+    key = ("chunks", size, runs, on_gpu)
+    if key not in info.memo:
+        groups = () if on_gpu else groups_of(info.mask, size, tokens.device, runs)
+        info.memo[key] = Runs(groups, cut_sequences(info.mask, runs, tokens.device) if on_gpu else None)
+    return info.memo[key]
+
+
+def groups_of(mask: Mask, size: int, device: torch.device, runs: Ranges) -> tuple[tuple[Group, ...], ...]:
+    """Cut each run into chunks of `size` tokens, and these into groups: per run its groups."""
+    bounds, before, listed = set(mask.bounds.tolist()), 0, []
+    for start, stop in runs:
+        documents = mask.documents[start:stop]
+        open_document = -1 if start in bounds else int(documents[0])
+        listed.append(_run_groups(documents, open_document, size, before, device))
+        before += stop - start
+    return tuple(listed)
+
+
+def _run_groups(
+    documents: np.ndarray, open_document: int, size: int, offset: int, device: torch.device
+) -> tuple[Group, ...]:
+    """documents: [n] of each token   open_document: the one that the state before the run belongs to, -1 if none."""
+    step = max(1, GROUP_TOKENS // size)
+    document = np.pad(documents, (0, -len(documents) % size), mode="edge").reshape(-1, size)
     last = document[:, -1:]
-    before = np.concatenate([[[-1]], last[:-1]])
+    before = np.concatenate([[[open_document]], last[:-1]])
     split = (document != last).any(axis=1)
+    lengths = np.minimum(size, len(documents) - size * np.arange(len(document)))
     groups = []
     for first in range(0, len(document), step):
         chunks = slice(first, first + step)
         rows, ends, starts = document[chunks], last[chunks], before[chunks]
         splits = np.flatnonzero(split[chunks])
         same = rows[splits, :, None] == rows[splits, None, :]
-        arrays = (splits, same, rows == ends, rows == starts, (starts == ends)[:, 0])
-        stop = min(s, (first + step) * size)
-        groups.append(Group(first * size, stop, size, *(torch.from_numpy(x).to(device) for x in arrays)))
+        arrays = (lengths[chunks], splits, same, rows == ends, rows == starts, (starts == ends)[:, 0])
+        stop = min(len(documents), (first + step) * size)
+        tensors = (torch.from_numpy(x).to(device) for x in arrays)
+        groups.append(Group(offset + first * size, offset + stop, size, *tensors))
     return tuple(groups)
 
 
 def decayed_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, kv_of_query: Sequence[int], groups: tuple[Group, ...]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    states: Tensor,
+    *,
+    log_decay: Tensor,
+    kv_of_query: Sequence[int],
+    runs: Runs,
 ) -> Tensor:
     """Run the recurrence above with q scaled by 1/sqrt(d), with gradients.
 
-    q: [s, h, d]  k, v: [s, k, d]  log_decay: [h] float64, ln g of each query head, at most 0
-    returns [s, h, d], in float32 or the inputs' type, whichever is wider
+    q: [n, h, d_k]  k: [n, k, d_k]  v: [n, k, d_v]   tokens of all runs
+    states: [runs, h, d_k, d_v]  before each run, in float32 or the inputs' type, whichever is wider
+    log_decay: [h] float64, ln g of each query head, at most 0
+    returns [n, h, d_v], in the type of the states
     Keeps q, k, v and the state before each group for backward.
     """
-    return _DecayedAttention.apply(q, k, v, log_decay, torch.tensor(kv_of_query, device=q.device), groups)
+    index = torch.tensor(kv_of_query, device=q.device)
+    if runs.sequences is not None:
+        return fla_decayed(q, k[:, index], v[:, index], states, log_decay=log_decay, sequences=runs.sequences)[0]
+    return _DecayedAttention.apply(q, k, v, states, log_decay, index, runs.groups)
+
+
+def decayed_state(
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor,
+    kv_of_query: Sequence[int],
+    runs: Runs,
+) -> Tensor:
+    """Return the state after each run when the state before it is 0, with gradients: [runs, h, d_k, d_v].
+
+    k: [n, k, d_k]  v: [n, k, d_v]   tokens of all runs
+    """
+    index = torch.tensor(kv_of_query, device=k.device)
+    if runs.sequences is not None:
+        wide = torch.promote_types(k.dtype, torch.float32)
+        states = k.new_zeros((len(runs.sequences.first), len(index), k.shape[-1], v.shape[-1]), dtype=wide)
+        keys = k[:, index]
+        return fla_decayed(keys, keys, v[:, index], states, log_decay=log_decay, sequences=runs.sequences)[1]
+    return _DecayedState.apply(k, v, log_decay, index, runs.groups)
+
+
+def run_decay(mask: Mask, runs: Ranges, log_decay: Tensor) -> Tensor:
+    """Return what is left of the state before each run after it: [runs, h] float64, 0 where a document begins."""
+    lengths = torch.tensor([stop - start for start, stop in runs], dtype=torch.float64, device=log_decay.device)
+    begun = np.searchsorted(mask.bounds, np.array(runs, dtype=np.int64).reshape(-1, 2))
+    lives_on = torch.from_numpy(begun[:, 0] == begun[:, 1]).to(log_decay.device)
+    return torch.exp(lengths[:, None] * log_decay) * lives_on[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,48 +186,84 @@ class _Factors:
         log, scale = log_decay[:, None], 1 / math.sqrt(head_dim)
         inside = torch.exp(log[..., None] * (i[:, None] - i).clamp(min=0)).tril() * scale
         read = torch.exp(log * (i + 1))[:, None] * group.reads * scale
-        add = torch.exp(log * (group.size - 1 - i))[:, None] * group.adds
-        carry = torch.exp(log_decay * group.size) * group.lives_on[:, None]
+        to_end = (group.lengths[:, None] - 1 - i).clamp(min=0)
+        add = torch.exp(log[..., None] * to_end) * group.adds
+        carry = torch.exp(log_decay * group.lengths[:, None]) * group.lives_on[:, None]
         shaped = inside[:, None], read[..., None], add[..., None], carry[..., None, None]
         return _Factors(*(x.to(dtype) for x in shaped))
 
 
 class _DecayedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, index: Tensor, groups: tuple[Group, ...]
-    ) -> Tensor:
-        s, h, d = q.shape
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.empty((s, h, d), dtype=wide, device=q.device)
-        states = torch.zeros((len(groups) + 1, h, d, d), dtype=wide, device=q.device)
-        for number, group in enumerate(groups):
-            chunks = _chunk(q, group), _chunk(k, group, index), _chunk(v, group, index)
-            factors = _Factors.of(log_decay, group, d, wide)
-            result, states[number + 1] = _attend(*chunks, states[number], factors, group)
-            out[group.start : group.stop] = _unchunk(result, group)
-        ctx.save_for_backward(q, k, v, log_decay, index, states)
-        ctx.groups = groups
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, states: Tensor, *settings: Any) -> Tensor:
+        log_decay, index, groups_of_run = settings
+        out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=states.dtype, device=q.device)
+        before = states.new_empty((sum(map(len, groups_of_run)), *states.shape[1:]))
+        number = 0
+        for state, groups in zip(states, groups_of_run, strict=True):
+            for group in groups:
+                before[number] = state
+                chunks = _chunk(q, group), _chunk(k, group, index), _chunk(v, group, index)
+                factors = _Factors.of(log_decay, group, q.shape[-1], out.dtype)
+                result, state = _attend(*chunks, state, factors, group)
+                out[group.start : group.stop] = _unchunk(result, group)
+                number += 1
+        ctx.save_for_backward(q, k, v, log_decay, index, before)
+        ctx.groups_of_run = groups_of_run
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, log_decay, index, states = ctx.saved_tensors
-        grads = [torch.zeros(x.shape, dtype=states.dtype, device=x.device) for x in (q, k, v)]
-        grad_state = torch.zeros_like(states[0])
-        for number, group in reversed(list(enumerate(ctx.groups))):
-            chunks = _chunk(grad, group), _chunk(q, group), _chunk(k, group, index), _chunk(v, group, index)
-            factors = _Factors.of(log_decay, group, q.shape[-1], states.dtype)
-            *parts, grad_state = _attend_backward(*chunks, states[number], grad_state, factors, group)
-            rows = slice(group.start, group.stop)
-            grads[0][rows] = _unchunk(parts[0], group)
-            for total, part in zip(grads[1:], parts[1:], strict=True):
-                total[rows].index_add_(1, index, _unchunk(part, group))
-        return *(x.to(q.dtype) for x in grads), None, None, None
+        q, k, v, log_decay, index, before = ctx.saved_tensors
+        grads = [torch.zeros(x.shape, dtype=before.dtype, device=x.device) for x in (q, k, v)]
+        grad_states = before.new_zeros((len(ctx.groups_of_run), *before.shape[1:]))
+        number = len(before)
+        for run, groups in reversed(list(enumerate(ctx.groups_of_run))):
+            for group in reversed(groups):
+                number -= 1
+                chunks = _chunk(grad, group), _chunk(q, group), _chunk(k, group, index), _chunk(v, group, index)
+                factors = _Factors.of(log_decay, group, q.shape[-1], before.dtype)
+                *parts, grad_states[run] = _attend_backward(*chunks, before[number], grad_states[run], factors, group)
+                rows = slice(group.start, group.stop)
+                grads[0][rows] = _unchunk(parts[0], group)
+                for total, part in zip(grads[1:], parts[1:], strict=True):
+                    total[rows].index_add_(1, index, _unchunk(part, group))
+        return *(total.to(x.dtype) for total, x in zip(grads, (q, k, v), strict=True)), grad_states, None, None, None
+
+
+class _DecayedState(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
+        log_decay, index, groups_of_run = settings
+        wide = torch.promote_types(k.dtype, torch.float32)
+        states = torch.zeros((len(groups_of_run), len(index), k.shape[-1], v.shape[-1]), dtype=wide, device=k.device)
+        for run, groups in enumerate(groups_of_run):
+            for group in groups:
+                keys, values = _chunk(k, group, index), _chunk(v, group, index)
+                factors = _Factors.of(log_decay, group, k.shape[-1], wide)
+                _, states[run] = _states_before((keys * factors.add).mT @ values, states[run], factors.carry)
+        ctx.save_for_backward(k, v, log_decay, index)
+        ctx.groups_of_run = groups_of_run
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        k, v, log_decay, index = ctx.saved_tensors
+        grads = [torch.zeros(x.shape, dtype=grad.dtype, device=x.device) for x in (k, v)]
+        for grad_state, groups in zip(grad, ctx.groups_of_run, strict=True):
+            for group in reversed(groups):
+                keys, values = _chunk(k, group, index), _chunk(v, group, index)
+                factors = _Factors.of(log_decay, group, k.shape[-1], grad.dtype)
+                unread = grad.new_zeros((len(index), len(group.lengths), *grad_state.shape[1:]))
+                grad_added, grad_state = _added_after(unread, grad_state, factors.carry)
+                rows = slice(group.start, group.stop)
+                grads[0][rows].index_add_(1, index, _unchunk(values @ grad_added.mT * factors.add, group))
+                grads[1][rows].index_add_(1, index, _unchunk((keys * factors.add) @ grad_added, group))
+        return *(total.to(x.dtype) for total, x in zip(grads, (k, v), strict=True)), None, None, None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, state: Tensor, factors: _Factors, group: Group) -> tuple[Tensor, Tensor]:
-    """q, k, v: [h, m, c, d]  state: [h, d, d] before the group -> output [h, m, c, d], state after it."""
+    """q, k: [h, m, c, d_k]  v: [h, m, c, d_v]  state: [h, d_k, d_v] before the group -> output, state after it."""
     out = _decay_(q @ k.mT, factors, group) @ v
     states, state = _states_before((k * factors.add).mT @ v, state, factors.carry)
     out += (q * factors.read) @ states
@@ -163,7 +282,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and of the state before the group.
 
-    grad, q, k, v: [h, m, c, d]  state: [h, d, d] before the group  grad_state: [h, d, d] of the state after it
+    q, k: [h, m, c, d_k]  grad, v: [h, m, c, d_v]  state, grad_state: [h, d_k, d_v] before the group, after it
     """
     added_keys, reading = k * factors.add, q * factors.read
     states, _ = _states_before(added_keys.mT @ v, state, factors.carry)
@@ -177,7 +296,7 @@ def _attend_backward(
 
 
 def _states_before(added: Tensor, state: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
-    """Compose chunks in order: added [h, m, d, d], state [h, d, d] -> state before each, state after the last."""
+    """Compose chunks in order: added [h, m, d_k, d_v], state [h, d_k, d_v] -> state before each, after the last."""
     states = torch.empty_like(added)
     for chunk in range(added.shape[1]):
         states[:, chunk] = state

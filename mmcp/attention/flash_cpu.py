@@ -79,11 +79,12 @@ def partial_attention_backward(
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a partial answer into (out, lse), in place.
 
-    out, part: [s, h, d]  lse, part_lse: [s, h]   a row without keys yet is 0 and -inf; every row of `part` has keys
+    out, part: [s, h, d]  lse, part_lse: [s, h]   a row without keys is 0 and -inf
     """
     merged = torch.logaddexp(lse, part_lse.to(lse.dtype))
-    out.mul_(torch.exp(lse - merged)[..., None])
-    out.addcmul_(part.to(out.dtype), torch.exp(part_lse - merged)[..., None])
+    finite = merged.clamp(min=torch.finfo(merged.dtype).min)
+    out.mul_(torch.exp(lse - finite)[..., None])
+    out.addcmul_(part.to(out.dtype), torch.exp(part_lse - finite)[..., None])
     lse.copy_(merged)
 
 

@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmcp.attention.base import ATTENTION, Attention, HeadShare, HeadTensor, RowInfo
-from mmcp.attention.chunks import decayed_attention, groups_of
+from mmcp.attention.base import ATTENTION, HeadShape, HeadShare, HeadTensor, RecurrentAttention, RowInfo, check_chunks
+from mmcp.attention.blocks import by_blocks
+from mmcp.attention.chunks import decayed_attention, decayed_state, run_decay, runs_of
 from mmcp.config import config
 from mmcp.masks import Mask
+from mmcp.sharding.ranges import Ranges
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
@@ -45,6 +47,10 @@ class LinearConfig:
     """Turn queries and keys by their positions."""
     output_gate: bool = True
     """Multiply the output by sigmoid(gate(x))."""
+    mode: Literal["ulysses", "state", "scan"] = "ulysses"
+    """Over several ranks: trade tokens for heads, or pass the state along the ring axis, gathered or scanned."""
+    chunks: int = 1
+    """Mode `ulysses`: groups of heads whose exchange runs under the attention of another group."""
 
     def __post_init__(self):
         if not 1 < self.shortest_memory <= self.longest_memory:
@@ -54,13 +60,28 @@ class LinearConfig:
             )
         if self.chunk < 1:
             raise ValueError(f"chunk={self.chunk} tokens; use at least 1, 64 is a good size")
+        check_chunks(self.mode, self.chunks)
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether the backbone may norm queries and keys."""
+        return True
+
+    @property
+    def gate_activation(self) -> Literal["sigmoid", "silu"]:
+        """What the output gate passes through."""
+        return "sigmoid"
 
     @property
     def layout(self) -> Literal["any", "contiguous"]:
         """Which tokens a rank may hold: state is passed along ranges in order."""
         return "contiguous"
 
-    def build(self, *, heads: int, head_dim: int) -> "Linear":
+    def shape(self, backbone: HeadShape) -> HeadShape:
+        """Take the heads of the backbone."""
+        return backbone
+
+    def build(self, *, heads: int, kv_heads: int, head_dim: int) -> "Linear":
         """Make the core; `heads` query heads in the whole layer, of `head_dim`."""
         return Linear(self, heads=heads, head_dim=head_dim)
 
@@ -91,7 +112,7 @@ class LinearConfig:
         return 1 - torch.exp(-torch.linspace(shortest, longest, num_heads, dtype=torch.float64))
 
 
-class Linear(Attention):
+class Linear(RecurrentAttention):
     """Decayed linear attention; documents start with an empty state."""
 
     def __init__(self, settings: LinearConfig, *, heads: int, head_dim: int):
@@ -101,23 +122,50 @@ class Linear(Attention):
             HeadTensor(name, owner, head_dim) for name, owner in (("q", "query"), ("k", "kv"), ("v", "kv"))
         )
         self.out_dim = head_dim
+        self.state_dim, self.transition_dim = (head_dim, head_dim), ()
 
-    def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
-        """q: [s, h, d]  k, v: [s, k, d]  ->  [s, h, d]."""
+    def summarise(
+        self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, runs: Ranges
+    ) -> tuple[Tensor, Tensor]:
+        """k, v: [n, k, d]  ->  what is left of the state before [runs, h], what is added to it [runs, h, d, d]."""
+        k, v = inputs["k"], inputs["v"]
+        log_decay = self._log_decay(heads, k.device)
+        state = decayed_state(
+            self._features(k),
+            v,
+            log_decay=log_decay,
+            kv_of_query=heads.kv_of_query,
+            runs=runs_of(info, runs, self.settings.chunk, k),
+        )
+        return run_decay(info.mask, runs, log_decay).to(state.dtype), state
+
+    def finish(
+        self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, runs: Ranges, states: Tensor
+    ) -> Tensor:
+        """q: [n, h, d]  k, v: [n, k, d]  states: [runs, h, d, d]  ->  [n, h, d]."""
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
-        assert len(q) == info.mask.num_tokens, f"{len(q)} tokens in a row of {info.mask.num_tokens}"
-        _check_causal(info.mask)
-        key = ("chunks", self.settings.chunk)
-        if key not in info.memo:
-            info.memo[key] = groups_of(info.mask, self.settings.chunk, q.device)
-        feature = FEATURE_MAPS[self.settings.feature_map]
-        log_decay = self.settings.decays(self.num_heads)[list(heads.query_heads)].log().to(q.device)
-        out = decayed_attention(feature(q), feature(k), v, log_decay, heads.kv_of_query, info.memo[key])
-        return F.rms_norm(out, out.shape[-1:], eps=self.settings.norm_eps).to(q.dtype)
+        out = decayed_attention(
+            self._features(q),
+            self._features(k),
+            v,
+            states,
+            log_decay=self._log_decay(heads, q.device),
+            kv_of_query=heads.kv_of_query,
+            runs=runs_of(info, runs, self.settings.chunk, q),
+        )
+        return by_blocks(lambda x: F.rms_norm(x, x.shape[-1:], eps=self.settings.norm_eps).to(q.dtype), out)
+
+    def _features(self, x: Tensor) -> Tensor:
+        name = self.settings.feature_map
+        return x if name == "identity" else by_blocks(FEATURE_MAPS[name], x)
+
+    def _log_decay(self, heads: HeadShare, device: torch.device) -> Tensor:
+        """[h] float64: ln g of the query heads present."""
+        return self.settings.decays(self.num_heads)[list(heads.query_heads)].log().to(device)
 
     def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
         """Run `reference` with this layer's decays."""
-        _check_causal(mask)
+        self.check(mask)
         return reference(inputs, mask, heads, settings=self.settings, num_heads=self.num_heads)
 
 
@@ -137,12 +185,3 @@ def reference(
         outs.append((feature(q[i])[:, None] @ state)[:, 0] / math.sqrt(q.shape[-1]))
     out = torch.stack(outs) if outs else q + k.sum() + v.sum()
     return out * torch.rsqrt(out.square().mean(-1, keepdim=True) + settings.norm_eps)
-
-
-def _check_causal(mask: Mask) -> None:
-    if len(mask.blocks):
-        start, stop = mask.blocks[0].tolist()
-        raise ValueError(
-            f"linear attention reads in order, but tokens {start} to {stop - 1} attend both ways; let all segments "
-            "attend 'causal', or use softmax in every layer"
-        )

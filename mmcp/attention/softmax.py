@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmcp.attention.base import ATTENTION, Attention, HeadShare, HeadTensor, RowInfo
-from mmcp.attention.flash_cpu import tiled_attention
+from mmcp.attention.base import ATTENTION, HeadShape, HeadShare, HeadTensor, RowInfo, SoftmaxAttention, check_chunks
+from mmcp.attention.flash_cpu import head_runs, partial_attention, partial_attention_backward, tiled_attention
 from mmcp.attention.gpu import gpu_attention
-from mmcp.attention.tiles import tile
+from mmcp.attention.tiles import Tiling, tile
 from mmcp.config import config
 from mmcp.masks import Mask
 
@@ -32,16 +32,35 @@ class SoftmaxConfig:
     """Turn queries and keys by their positions."""
     output_gate: bool = False
     """Multiply the output by sigmoid(gate(x)), as in Qwen3-Next."""
+    mode: Literal["ulysses", "ring", "allgather"] = "ulysses"
+    """Over several ranks: trade tokens for heads, or pass keys and values along the ring axis, or gather them there."""
+    chunks: int = 1
+    """Mode `ulysses`: groups of heads whose exchange runs under the attention of another group."""
 
     def __post_init__(self):
         Mask.causal([]).with_window(self.window, self.sink)
+        check_chunks(self.mode, self.chunks)
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether the backbone may norm queries and keys."""
+        return True
+
+    @property
+    def gate_activation(self) -> Literal["sigmoid", "silu"]:
+        """What the output gate passes through."""
+        return "sigmoid"
 
     @property
     def layout(self) -> Literal["any", "contiguous"]:
         """Which tokens a rank may hold."""
         return "any"
 
-    def build(self, *, heads: int, head_dim: int) -> "Softmax":
+    def shape(self, backbone: HeadShape) -> HeadShape:
+        """Take the heads of the backbone."""
+        return backbone
+
+    def build(self, *, heads: int, kv_heads: int, head_dim: int) -> "Softmax":
         """Make the core; `heads` query heads in the whole layer, of `head_dim`."""
         return Softmax(self, head_dim=head_dim)
 
@@ -62,7 +81,7 @@ class SoftmaxConfig:
         return 0
 
 
-class Softmax(Attention):
+class Softmax(SoftmaxAttention):
     """Softmax attention over the mask of the row; flash kernels on CPU and GPU."""
 
     def __init__(self, settings: SoftmaxConfig, *, head_dim: int):
@@ -76,7 +95,7 @@ class Softmax(Attention):
     def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
         """q: [s, h, d]  k, v: [s, k, d]  ->  [s, h, d]."""
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
-        mask = info.mask.with_window(self.window, self.sink)
+        mask = self.visible(info.mask)
         assert len(q) == mask.num_tokens, f"{len(q)} tokens in a row of {mask.num_tokens}"
         if q.is_cuda:
             return gpu_attention(q, k, v, mask, heads.kv_of_query, info.memo)
@@ -85,9 +104,31 @@ class Softmax(Attention):
             info.memo[key] = tile(mask.slices)
         return tiled_attention(q, k, v, info.memo[key], heads.kv_of_query)
 
+    def visible(self, mask: Mask) -> Mask:
+        """Narrow the row's mask by the window."""
+        return mask.with_window(self.window, self.sink)
+
+    def partial(self, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, heads: HeadShare) -> tuple[Tensor, Tensor]:
+        """q: [sq, h, d]  k, v: [sk, k, d]  ->  out [sq, h, d], lse [sq, h]."""
+        return partial_attention(q, k, v, tiling, head_runs(heads.kv_of_query))
+
+    def partial_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tiling: Tiling,
+        heads: HeadShare,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """grad, q, out: [sq, h, d]  k, v: [sk, k, d]  lse: [sq, h]  ->  gradients of q, k and v."""
+        return partial_attention_backward(grad, q, k, v, out, lse, tiling, head_runs(heads.kv_of_query))
+
     def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
         """Run `reference` under this layer's window."""
-        return reference(inputs, mask.with_window(self.window, self.sink), heads)
+        return reference(inputs, self.visible(mask), heads)
 
 
 def reference(inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:

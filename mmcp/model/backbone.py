@@ -1,14 +1,16 @@
 """The decoder: blocks whose attention follows a repeated pattern, and a final norm; no embedding, no head."""
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from mmcp.attention import AttentionConfig, SoftmaxConfig
-from mmcp.attention.base import RowInfo, split_heads
+from mmcp.attention.base import HeadShape, RowInfo, split_heads
 from mmcp.config import config
 from mmcp.masks import Mask
 from mmcp.model.block import Block
@@ -58,7 +60,8 @@ class BackboneConfig:
         for name in ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "tokens_per_second"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; use at least 1")
-        split_heads(self.heads, self.kv_heads, 1)
+        for shape in (self._own_shape, *map(self.shape, self.pattern)):
+            split_heads(shape.heads, shape.kv_heads, 1)
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd, rotary turns pairs; use an even size")
         if not self.pattern:
@@ -80,11 +83,13 @@ class BackboneConfig:
             return positions_1d(sequence)
         return positions_mrope(sequence, Fraction(self.tokens_per_second))
 
+    def shape(self, variant: AttentionConfig) -> HeadShape:
+        """Return the heads of a layer with this attention."""
+        return variant.shape(self._own_shape)
+
     def parameters(self) -> int:
         """Count the parameters of the built model."""
-        per_layer = 2 * self.width + 2 * self.head_dim * self.qk_norm
-        per_layer += self.qkv_bias * (self.heads + 2 * self.kv_heads) * self.head_dim
-        return self._matrix_weights() + self.layers * per_layer + self.width
+        return self._sum_blocks(lambda block: sum(x.numel() for x in block.parameters())) + self.width
 
     def flops_per_token(self) -> int:
         """Count the forward FLOPs of one token in the matrix products; attention itself is `attention_flops`."""
@@ -96,24 +101,36 @@ class BackboneConfig:
         Per layer the inputs of both norms and of the projections after them (4 e), the MLP's three products (3 f), and
         q, k, v, the output and its logarithm of sums; with checkpointing one input a layer and one layer's worth.
         """
-        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        layer = 4 * self.width + 3 * self.mlp_width + 3 * query + 4 * kv + self.heads
-        kept = self.layers * self.width + layer if self.checkpointing else self.layers * layer
-        return element_size * kept
+        shapes = [self.shape(variant) for variant in self.variants]
+        layers = [
+            4 * self.width + 3 * self.mlp_width + (3 * shape.heads + 4 * shape.kv_heads) * shape.head_dim + shape.heads
+            for shape in shapes
+        ]
+        return element_size * (self.layers * self.width + max(layers) if self.checkpointing else sum(layers))
 
     def attention_flops(self, mask: Mask) -> int:
         """Count the forward FLOPs of attention on one row, over all layers and heads."""
-        return sum(variant.flops(mask, heads=self.heads, head_dim=self.head_dim) for variant in self.variants)
+        shapes = [(variant, self.shape(variant)) for variant in self.variants]
+        return sum(variant.flops(mask, heads=shape.heads, head_dim=shape.head_dim) for variant, shape in shapes)
 
     def build(self) -> "Backbone":
         """Make the model, with new weights drawn from torch's generator as the caller left it."""
         return Backbone(self)
 
+    @property
+    def _own_shape(self) -> HeadShape:
+        return HeadShape(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
+
     def _matrix_weights(self) -> int:
-        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        gates = sum(variant.output_gate for variant in self.variants)
-        per_layer = 2 * query + 2 * kv + 3 * self.mlp_width
-        return self.width * (self.layers * per_layer + gates * query)
+        return self._sum_blocks(
+            lambda block: sum(x.weight.numel() for x in block.modules() if isinstance(x, nn.Linear))
+        )
+
+    def _sum_blocks(self, count: Callable[[Block], int]) -> int:
+        """Sum what `count` finds in the block of each layer; blocks are built without storage."""
+        with torch.device("meta"):
+            counts = {variant: count(_build_block(self, variant)) for variant in set(self.variants)}
+        return sum(counts[variant] for variant in self.variants)
 
 
 class Backbone(nn.Module):
@@ -159,9 +176,7 @@ def _build_block(settings: BackboneConfig, variant: AttentionConfig) -> Block:
     mixer = AttentionLayer(
         variant,
         width=settings.width,
-        heads=settings.heads,
-        kv_heads=settings.kv_heads,
-        head_dim=settings.head_dim,
+        shape=settings.shape(variant),
         qk_norm=settings.qk_norm,
         bias=settings.qkv_bias,
         norm_eps=settings.norm_eps,

@@ -3,6 +3,7 @@
 Norm and gated product keep only their inputs for backward; the norm is computed in float32 or wider.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from mmcp.attention.base import HeadTensor, LocalAttention, RowInfo, Variant, split_heads
+from mmcp.attention.base import HeadShape, HeadTensor, LocalAttention, RowInfo, Variant, split_heads
 from mmcp.model.rotary import rotate
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
 
 
 class RMSNorm(nn.Module):
@@ -87,24 +90,26 @@ class AttentionLayer(nn.Module):
         variant: Variant,
         *,
         width: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
+        shape: HeadShape,
         qk_norm: bool,
         bias: bool,
         norm_eps: float,
     ):
         super().__init__()
-        core = variant.build(heads=heads, head_dim=head_dim)
+        heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        core = variant.build(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
         count = {"query": heads, "kv": kv_heads}
         self.tensors: tuple[HeadTensor, ...] = core.tensors
         self.project = nn.ModuleDict(
             {spec.name: nn.Linear(width, count[spec.heads] * spec.dim, bias=bias) for spec in core.tensors}
         )
-        self.norm = nn.ModuleDict({name: RMSNorm(head_dim, norm_eps) for name in "qk"} if qk_norm else {})
+        has_norm = qk_norm and variant.qk_norm
+        self.norm = nn.ModuleDict({name: RMSNorm(head_dim, norm_eps) for name in "qk"} if has_norm else {})
         self.rotary = variant.rotary
-        self.attention: nn.Module = LocalAttention(core, split_heads(heads, kv_heads, 1)[0])
+        share = split_heads(heads, kv_heads, 1)[0]
+        self.attention: nn.Module = LocalAttention(core, share, mode=variant.mode, chunks=variant.chunks)
         self.gate = nn.Linear(width, heads * core.out_dim, bias=False) if variant.output_gate else None
+        self.gate_activation = GATES[variant.gate_activation]
         self.out = nn.Linear(heads * core.out_dim, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, info: RowInfo) -> Tensor:
@@ -118,5 +123,5 @@ class AttentionLayer(nn.Module):
             inputs |= {name: rotate(inputs[name], cos, sin) for name in "qk"}
         mixed = rearrange(self.attention(inputs, info), "s h d -> s (h d)")
         if self.gate is not None:
-            mixed = mixed * torch.sigmoid(self.gate(x))
+            mixed = mixed * self.gate_activation(self.gate(x))
         return self.out(mixed)

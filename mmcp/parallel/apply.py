@@ -16,9 +16,9 @@ from mmcp.parallel.ulysses import Ulysses
 
 
 def wrap_attention(model: nn.Module, mesh: Mesh) -> None:
-    """Replace every LocalAttention inside `model` by Ulysses around the same core; nothing to do on one rank.
+    """Replace every LocalAttention inside `model` by its mode around the same core; nothing to do on one rank.
 
-    Names of parameters stay as they are. Raises ValueError when a layer's heads do not fit the mesh.
+    Names of parameters stay as they are. Raises ValueError when a layer's heads or mode do not fit the mesh.
     """
     if mesh.cp.size == 1:
         return
@@ -26,7 +26,15 @@ def wrap_attention(model: nn.Module, mesh: Mesh) -> None:
         for name, child in parent.named_children():
             if isinstance(child, LocalAttention):
                 heads, kv_heads = len(child.heads.query_heads), len(child.heads.kv_heads)
-                setattr(parent, name, Ulysses(child.core, mesh, num_heads=heads, num_kv_heads=kv_heads))
+                layer = Ulysses(
+                    child.core,
+                    mesh,
+                    num_heads=heads,
+                    num_kv_heads=kv_heads,
+                    mode=child.mode,
+                    chunks=child.chunks,
+                )
+                setattr(parent, name, layer)
 
 
 def shard_parameters(

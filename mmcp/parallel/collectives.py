@@ -97,15 +97,67 @@ def exchange(
         rank 0: send_sizes (1, 1), receive_sizes (1, 0) -> a0
         rank 1: send_sizes (0, 2), receive_sizes (1, 2) -> a1 b1 b1
     """
+    received, flight = start_exchange(send, send_sizes, receive_sizes, group=group, name=name, backward=backward)
+    flight.wait()
+    return received
+
+
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """Data on its way; nothing that arrives may be read, and nothing that left be changed, before `wait`."""
+
+    works: tuple[dist.Work, ...] = ()
+    held: tuple[Tensor, ...] = ()
+    """What must live until then."""
+
+    def wait(self) -> None:
+        """Return when everything has left and arrived."""
+        for work in self.works:
+            work.wait()
+
+
+def start_exchange(
+    send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], *, group: Group, name: str, backward: bool
+) -> tuple[Tensor, Flight]:
+    """Do what `exchange` does, without waiting for it."""
     assert len(send) == sum(send_sizes), f"{len(send)} items to send, but pieces of {list(send_sizes)}"
     assert len(send_sizes) == len(receive_sizes) == group.size, "one piece for each rank of the group"
     if group.size == 1:
-        return send
+        return send, Flight()
     received = send.new_empty((sum(receive_sizes), *send.shape[1:]))
     from_others = sum(receive_sizes) - receive_sizes[group.index]
-    _book(group, name, backward, from_others * send.shape[1:].numel() * send.element_size())
-    dist.all_to_all_single(received, send, list(receive_sizes), list(send_sizes), group=group.handle)
-    return received
+    book(group, name, backward, from_others * send.shape[1:].numel() * send.element_size())
+    work = dist.all_to_all_single(
+        received, send, list(receive_sizes), list(send_sizes), group=group.handle, async_op=True
+    )
+    assert work is not None, "an exchange that is not waited for has something to wait for"
+    return received, Flight((work,), (send, received))
+
+
+def start_swap(
+    sent: Sequence[tuple[int, Tensor]],
+    received: Sequence[tuple[int, Tensor]],
+    *,
+    group: Group,
+    name: str,
+    backward: bool,
+) -> Flight:
+    """Send tensors to some ranks of `group` and receive others in place, point to point, without waiting.
+
+    sent, received: (index in the group, contiguous tensor); empty tensors are left out, which both sides must know.
+    What one rank sends another arrives in the order of the calls. Booked as one collective when anything moves.
+    """
+    ops = [
+        dist.P2POp(kind, tensor, group.ranks[index], group.handle)
+        for kind, moves in ((dist.isend, sent), (dist.irecv, received))
+        for index, tensor in moves
+        if tensor.numel()
+    ]
+    if not ops:
+        return Flight()
+    book(group, name, backward, sum(tensor.nbytes for _, tensor in received))
+    tensors = tuple(tensor for _, tensor in (*sent, *received))
+    return Flight(tuple(dist.batch_isend_irecv(ops)), tensors)
 
 
 def exchange_rows(
@@ -130,7 +182,7 @@ def all_reduce(values: Tensor, op: str, *, group: Group, name: str) -> Tensor:
     """
     result = values.detach().clone()
     if group.size > 1:
-        _book(group, name, False, (group.size - 1) * result.nbytes)
+        book(group, name, False, (group.size - 1) * result.nbytes)
         dist.all_reduce(result, REDUCTIONS[op], group=group.handle)
     return result
 
@@ -144,7 +196,7 @@ def all_gather(values: Tensor, *, group: Group, name: str, timeout: timedelta | 
     if group.size == 1:
         return values.detach().unsqueeze(0)
     gathered = [torch.empty_like(values) for _ in group.ranks]
-    _book(group, name, False, (group.size - 1) * values.nbytes)
+    book(group, name, False, (group.size - 1) * values.nbytes)
     work = dist.all_gather(gathered, values.detach().contiguous(), group=group.handle, async_op=True)
     try:
         work.wait(timeout) if timeout else work.wait()
@@ -198,7 +250,8 @@ class _ExchangeRows(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def _book(group: Group, name: str, backward: bool, received: int) -> None:
+def book(group: Group, name: str, backward: bool, received: int) -> None:
+    """Count one collective of `group` that brings `received` bytes from other ranks."""
     if not group.recorders:
         return
     recomputing = not backward and torch._C._current_graph_task_id() != -1

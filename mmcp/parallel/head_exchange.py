@@ -23,7 +23,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mmcp.parallel.collectives import Group, exchange
+from mmcp.parallel.collectives import Flight, Group, start_exchange
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SplitTensor:
     dim: int
     """Size of one head."""
     ranges: tuple[tuple[int, int], ...]
-    """Per rank: first and last + 1 head it takes; they may overlap and together cover all."""
+    """Per rank: first and last + 1 head it takes; they may overlap or be empty."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -94,13 +94,21 @@ class HeadExchange:
 
     def scatter_heads(self, tensors: Sequence[Tensor], *, backward: bool) -> tuple[Tensor, ...]:
         """Do what seq_to_heads does, outside autograd."""
+        received, flight = self.start_scatter(tensors, backward=backward)
+        flight.wait()
+        return self.finish_scatter(received)
+
+    def start_scatter(self, tensors: Sequence[Tensor], *, backward: bool) -> tuple[Tensor, Flight]:
+        """Send this rank's tokens on their way; what arrives is for `finish_scatter`."""
         send = tensors[0].new_empty(sum(self._sizes_of_heads))
         for tensor, spec, pieces in zip(tensors, self.tensors, self._pieces(send), strict=True):
             for (start, stop), piece in zip(spec.ranges, pieces, strict=True):
                 piece.copy_(tensor[:, start:stop])
-        received = exchange(
-            send, self._sizes_of_heads, self._sizes_of_tokens, group=self.group, name=self.name, backward=backward
-        )
+        sizes = self._sizes_of_heads, self._sizes_of_tokens
+        return start_exchange(send, *sizes, group=self.group, name=self.name, backward=backward)
+
+    def finish_scatter(self, received: Tensor) -> tuple[Tensor, ...]:
+        """View what has arrived as one [s, heads/cp, dim] for each tensor, in sequence order."""
         rows = received.view(sum(self.order.lengths), self._width)
         if self.order.places is not None:
             rows = torch.empty_like(rows).index_copy_(0, self.order.places, rows)
@@ -108,13 +116,21 @@ class HeadExchange:
 
     def gather_heads(self, tensors: Sequence[Tensor], *, backward: bool) -> tuple[Tensor, ...]:
         """Do what heads_to_seq does, outside autograd."""
-        send = self._rows(tensors).view(-1)
-        received = exchange(
-            send, self._sizes_of_tokens, self._sizes_of_heads, group=self.group, name=self.name, backward=backward
-        )
+        received, flight = self.start_gather(tensors, backward=backward)
+        flight.wait()
         return tuple(
-            self._sum_heads(spec, pieces) for spec, pieces in zip(self.tensors, self._pieces(received), strict=True)
+            sum_heads(spec, pieces) for spec, pieces in zip(self.tensors, self.finish_gather(received), strict=True)
         )
+
+    def start_gather(self, tensors: Sequence[Tensor], *, backward: bool) -> tuple[Tensor, Flight]:
+        """Send this rank's heads on their way; what arrives is for `finish_gather`."""
+        sizes = self._sizes_of_tokens, self._sizes_of_heads
+        send = self._rows(tensors).view(-1)
+        return start_exchange(send, *sizes, group=self.group, name=self.name, backward=backward)
+
+    def finish_gather(self, received: Tensor) -> list[list[Tensor]]:
+        """View what has arrived: for each tensor one [s/cp, heads of that rank, dim] from each rank."""
+        return self._pieces(received)
 
     @cached_property
     def _widths(self) -> list[int]:
@@ -170,15 +186,20 @@ class HeadExchange:
                 torch.index_select(tensor, 0, places, out=column)
         return rows
 
-    def _sum_heads(self, spec: SplitTensor, pieces: list[Tensor]) -> Tensor:
-        """Put together [s/cp, heads, dim] from the pieces of all ranks."""
-        whole = pieces[0].new_empty(self._num_local, spec.heads, spec.dim)
-        wide = torch.promote_types(whole.dtype, torch.float32)
-        for start, stop, ranks in spec.runs():
-            parts = [pieces[rank][:, start - spec.ranges[rank][0] : stop - spec.ranges[rank][0]] for rank in ranks]
-            total = parts[0] if len(parts) == 1 else sum((part.to(wide) for part in parts[1:]), start=parts[0].to(wide))
-            whole[:, start:stop] = total
-        return whole
+
+def sum_heads(spec: SplitTensor, pieces: Sequence[Tensor]) -> Tensor:
+    """Put a tensor together from the heads that each rank took, summing those of several in float32 or wider.
+
+    pieces: one [s/cp, heads, dim] for each of the spec's ranges
+    returns [s/cp, spec.heads, dim]
+    """
+    whole = pieces[0].new_empty(len(pieces[0]), spec.heads, spec.dim)
+    wide = torch.promote_types(whole.dtype, torch.float32)
+    for start, stop, takers in spec.runs():
+        parts = [pieces[i][:, start - spec.ranges[i][0] : stop - spec.ranges[i][0]] for i in takers]
+        total = parts[0] if len(parts) == 1 else sum((part.to(wide) for part in parts[1:]), start=parts[0].to(wide))
+        whole[:, start:stop] = total
+    return whole
 
 
 def _as_heads(column: Tensor, spec: SplitTensor, rank: int) -> Tensor:

@@ -133,6 +133,10 @@ def _attention(plan: ShardPlan, costs: RowCosts) -> tuple[list[int], int]:
         if layer.mode == "state":
             each = [layer.flops(layer.heads, 0, tokens) for tokens in plan.lengths]
             slowest = max(each)
+        elif layer.mode == "ulysses":
+            heads = np.diff(even_bounds(layer.heads, plan.ranks)).tolist()
+            each = [layer.flops(share, int(pairs.sum()), plan.num_tokens) for share in heads]
+            slowest = max(each)
         else:
             heads = np.diff(even_bounds(layer.heads, plan.ulysses)).tolist()
             rows = pairs.sum(axis=1).tolist()

@@ -46,7 +46,7 @@ def test_flex_forward_on_the_cpu_is_the_reference(seed, monkeypatch):
     monkeypatch.setattr(gpu, "_compiled_flex", lambda: flex_attention)
     monkeypatch.setattr(gpu, "BLOCK", 8)
     mask, heads = drawn_mask(seed), split_heads(6, 3, 4)[1]
-    core = SoftmaxConfig().build(heads=6, head_dim=16)
+    core = SoftmaxConfig().build(heads=6, kv_heads=2, head_dim=16)
     inputs = draw_inputs(core, mask.num_tokens, heads, seed=seed, dtype=torch.float32)
     out = gpu.gpu_attention(*(x.detach() for x in inputs.values()), mask, heads.kv_of_query, {})
     assert relative_error(out, reference(inputs, mask, heads), of=()) < 1e-5
@@ -73,7 +73,7 @@ def test_float64_is_refused_by_name():
 @pytest.mark.parametrize("variant", [SoftmaxConfig(), SoftmaxConfig(window=100), SoftmaxConfig(window=50, sink=4)])
 def test_gpu_kernels_are_the_reference(variant, dtype, bound):
     mask, heads = Mask.causal([300, 1, 211]), split_heads(6, 2, 4)[1]
-    core = variant.build(heads=6, head_dim=64)
+    core = variant.build(heads=6, kv_heads=2, head_dim=64)
     leaves = draw_inputs(core, mask.num_tokens, heads, seed=0, dtype=dtype)
     inputs = {name: x.detach().cuda().requires_grad_() for name, x in leaves.items()}
     exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}

@@ -24,7 +24,7 @@ def test_settings_that_mean_nothing_are_refused():
 
 def test_linear_refuses_a_mask_it_would_ignore():
     heads, mask = split_heads(2, 2, 1)[0], Mask(np.array([0, 8]), np.array([[2, 5]]))
-    core = LinearConfig().build(heads=2, head_dim=4)
+    core = LinearConfig().build(heads=2, kv_heads=2, head_dim=4)
     with pytest.raises(ValueError, match="tokens 2 to 4 attend both ways"):
         core(draw_inputs(core, 8, heads, seed=0), row_info(mask), heads)
 
@@ -32,7 +32,7 @@ def test_linear_refuses_a_mask_it_would_ignore():
 def test_a_row_and_its_mask_must_agree():
     heads = split_heads(2, 2, 1)[0]
     for variant in (SoftmaxConfig(), LinearConfig()):
-        core = variant.build(heads=2, head_dim=4)
+        core = variant.build(heads=2, kv_heads=2, head_dim=4)
         with pytest.raises(AssertionError, match="7 tokens in a row of 8"):
             core(draw_inputs(core, 7, heads, seed=0), row_info(Mask.causal([8])), heads)
 
@@ -54,7 +54,7 @@ def test_the_chunk_size_changes_no_result(chunk):
     heads, mask = split_heads(2, 1, 1)[0], Mask.causal([900, 1, 1123, 476])
     results = []
     for size in (chunk, 32):
-        core = LinearConfig(chunk=size, longest_memory=1e6).build(heads=2, head_dim=4)
+        core = LinearConfig(chunk=size, longest_memory=1e6).build(heads=2, kv_heads=2, head_dim=4)
         inputs = draw_inputs(core, 2500, heads, seed=0)
         out = core(inputs, row_info(mask), heads)
         results.append([out, *torch.autograd.grad(out.square().sum() + out.sum(), list(inputs.values()))])
@@ -64,14 +64,14 @@ def test_the_chunk_size_changes_no_result(chunk):
 
 def test_long_rows_are_the_recurrence():
     heads, mask = split_heads(2, 1, 1)[0], Mask.causal([1500, 700])
-    core = LinearConfig(longest_memory=1e4).build(heads=2, head_dim=4)
+    core = LinearConfig(longest_memory=1e4).build(heads=2, kv_heads=2, head_dim=4)
     inputs = draw_inputs(core, 2200, heads, seed=0)
     assert relative_error(core(inputs, row_info(mask), heads), core.reference(inputs, mask, heads), of=()) < 1e-11
 
 
 def test_early_tokens_reach_late_ones_through_the_state():
     heads, mask = split_heads(1, 1, 1)[0], Mask.causal([3000])
-    core = LinearConfig(shortest_memory=1e4, longest_memory=1e4).build(heads=1, head_dim=4)
+    core = LinearConfig(shortest_memory=1e4, longest_memory=1e4).build(heads=1, kv_heads=1, head_dim=4)
     inputs = draw_inputs(core, 3000, heads, seed=0)
     out = core(inputs, row_info(mask), heads)
     (grad,) = torch.autograd.grad(out[-1].sum(), inputs["v"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmcp.attention import LinearConfig, SoftmaxConfig
+from mmcp.attention import GatedDeltaConfig, LinearConfig, SoftmaxConfig
 from mmcp.masks import Mask
 from mmcp.model.backbone import BackboneConfig
 from mmcp.sequence import Segment, TokenSequence
@@ -18,6 +18,7 @@ SHAPES = {
     "softmax": {},
     "mix": {"pattern": MIX},
     "gated": {"pattern": (SoftmaxConfig(output_gate=True, window=4), LinearConfig(output_gate=False, rotary=False))},
+    "delta": {"pattern": (GatedDeltaConfig(chunk=8, value_heads=6, key_heads=3, head_dim=4), SoftmaxConfig())},
     "qwen2": {"qk_norm": False, "qkv_bias": True},
     "mrope": {"positions": "mrope", "mrope_sections": (2, 1, 1)},
 }
@@ -110,6 +111,7 @@ def test_positions_are_those_the_model_reads():
         ({"positions": "mrope"}, "sum to head_dim / 2 = 4"),
         ({"mrope_sections": (2, 1, 1)}, "drop them or set"),
         ({"layers": 0}, "layers=0"),
+        ({"pattern": (GatedDeltaConfig(value_heads=4, key_heads=3),)}, "4 query heads are not a multiple of 3"),
     ],
 )
 def test_what_cannot_be_built_is_refused(change, message):

@@ -142,7 +142,7 @@ def show_what_arrives() -> tuple[list, list]:
     """Each number says token, head: 10 t + h. Two query heads and one key-value head (head 9) on two ranks."""
     mesh = build_mesh(MeshConfig(ulysses=2))
     plan = plan_of_owners([0, 1, 1, 0], 2)
-    order = token_order(plan, 0, torch.device("cpu"))
+    order = token_order(plan, range(2), torch.device("cpu"))
     query, kv = SplitTensor(2, 1, ((0, 1), (1, 2))), SplitTensor(1, 1, ((0, 1), (0, 1)))
     trade = HeadExchange((query, kv), order, mesh.ulysses, "test")
     token = torch.from_numpy(plan.positions(mesh.cp.index))
@@ -164,7 +164,8 @@ def show_tokens_of_ring_group() -> list:
     mesh = build_mesh(MeshConfig(ring=2, ulysses=2))
     plan = plan_of_owners([0, 2, 1, 3, 1, 0, 3], 4, ring=2)
     head = SplitTensor(2, 1, ((0, 1), (1, 2)))
-    trade = HeadExchange((head,), token_order(plan, mesh.ring.index, mesh.device), mesh.ulysses, "test")
+    ranks = range(2 * mesh.ring.index, 2 * mesh.ring.index + 2)
+    trade = HeadExchange((head,), token_order(plan, ranks, mesh.device), mesh.ulysses, "test")
     local = torch.from_numpy(plan.positions(mesh.cp.index))[:, None, None].expand(-1, 2, 1).double()
     return trade.seq_to_heads((local,))[0].flatten().tolist()
 
@@ -193,6 +194,12 @@ def refusal_of_mesh(config: MeshConfig, heads: int) -> str:
     return str(refused.value)
 
 
+def refusal_of_mode(mode: str) -> str:
+    with pytest.raises(ValueError) as refused:
+        Ulysses(DenseAttention(2, 2), build_mesh(MeshConfig(ring=2)), num_heads=2, num_kv_heads=2, mode=mode)
+    return str(refused.value)
+
+
 def refuse_mixed_types() -> str:
     mesh = build_mesh(MeshConfig(ulysses=2))
     layer = Ulysses(DenseAttention(2, 2), mesh, num_heads=2, num_kv_heads=2)
@@ -208,7 +215,8 @@ def test_what_cannot_work_is_refused_on_all_ranks_before_any_exchange(rank_pool)
         assert "gate torch.float64" in message and "cast them to one type" in message
     for message in rank_pool.run(refusal_of_mesh, MeshConfig(ulysses=4), 2, ranks=4):
         assert "ulysses=4 ranks for 2 query heads (2 key-value heads)" in message and "at most 2" in message
-    for message in rank_pool.run(refusal_of_mesh, MeshConfig(ring=2), 2, ranks=2):
-        assert message.startswith("ring=2 ranks, but attention runs over the Ulysses axis only; use ring=1")
+    for message in rank_pool.run(refusal_of_mode, "ring", ranks=2):
+        assert message.startswith("mode 'ring' needs answers that merge by log-sum-exp, which DenseAttention is not")
+        assert message.endswith("use one of 'ulysses'")
     with pytest.raises(ValueError, match=r"ulysses=8 ranks for 4 query heads \(4 key-value heads\).*at most 4"):
         split_heads(4, 4, 8)

@@ -21,7 +21,7 @@ def errors_of(name: str) -> dict[str, float]:
     mesh, variant = build_mesh(MeshConfig(ulysses=3)), VARIANTS[name]
     owners = [i // 5 % 3 for i in range(sum(DOCUMENTS))]
     plan, mask = plan_of_owners(owners, 3), Mask.causal(list(DOCUMENTS))
-    core = variant.build(heads=HEADS, head_dim=HEAD_DIM)
+    core = variant.build(heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM).double()
     count = {"query": HEADS, "kv": KV_HEADS}
     torch.manual_seed(0)
     whole = {

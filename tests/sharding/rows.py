@@ -14,8 +14,8 @@ MODEL = CostModel(
     encoder_bytes={kind: lambda size: 5 * prod(size) for kind in ("image", "video", "audio")},
     linear_flops=11_000,
     layers=(
-        LayerCost(count=2, heads=4, pair_flops=64, token_flops=0),
-        LayerCost(count=1, heads=4, pair_flops=0, token_flops=900),
+        LayerCost(count=2, heads=4, pair_flops=64, token_flops=0, mode="ring"),
+        LayerCost(count=1, heads=4, pair_flops=0, token_flops=900, mode="ring"),
     ),
     label_flops=50_000,
     token_bytes=640,

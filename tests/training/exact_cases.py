@@ -12,7 +12,7 @@ from experiments.base import ModelConfig, Planner, ShardingConfig, cost_model
 from experiments.exactness import Computed, measure
 from experiments.runtime import make_runner
 from experiments.synthetic_rows import draw_media, draw_rows
-from mmcp.attention import LinearConfig, SoftmaxConfig
+from mmcp.attention import GatedDeltaConfig, LinearConfig, SoftmaxConfig
 from mmcp.model.backbone import BackboneConfig
 from mmcp.parallel.mesh import Mesh, MeshConfig, build_mesh
 from mmcp.sequence import TokenSequence
@@ -30,6 +30,7 @@ ENCODERS = {
 PATTERNS = {
     "softmax": (SoftmaxConfig(),),
     "linear": (LinearConfig(chunk=8),),
+    "delta": (GatedDeltaConfig(chunk=8), GatedDeltaConfig(chunk=8, value_heads=6, key_heads=3, head_dim=4)),
     "mix": (LinearConfig(chunk=8), SoftmaxConfig()),
 }
 

@@ -19,6 +19,7 @@ CASES = {
     "one document": {"rows": [["tvavatt"]]},
     "softmax": {"rows": PACKED, "model": {"pattern": "softmax"}},
     "linear": {"rows": PACKED, "model": {"pattern": "linear"}},
+    "delta": {"rows": PACKED, "model": {"pattern": "delta"}},
     "heads not divisible": {"rows": PACKED, "model": {"heads": 8, "kv_heads": 4}},
     "fewer kv heads than ranks": {"rows": PACKED, "model": {"heads": 5, "kv_heads": 1}},
     "contiguous, labels on the last rank": {"rows": [["vvvvvt"]], "strategy": "contiguous"},
