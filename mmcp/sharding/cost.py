@@ -4,7 +4,7 @@ All costs are integers (FLOPs, nanoseconds, bytes), so a plan made from them is 
 not additive: units shown by one group of pictures share the frames before them, so decoding is priced on spans.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +13,7 @@ import numpy as np
 from mmcp.config import config
 from mmcp.sequence import KINDS, TokenSequence
 from mmcp.sharding import pairs
-from mmcp.sharding.ranges import Ranges
+from mmcp.sharding.ranges import Ranges, flat
 
 
 @config
@@ -180,6 +180,19 @@ class RowCosts:
         layers = zip(self.model.layers, self.pairs, strict=True)
         return sum(layer.flops(layer.heads, count, self.num_tokens) for layer, count in layers)
 
+    def least_step_ns(self, ranks: int) -> int:
+        """Step time with every stage at its least mean: decoding of the next batch beside the compute stages."""
+        decoding = self.least_decoding[0] // self.model.rates.decoders // ranks
+        return max(decoding, self.model.ns(self.total_flops) // ranks)
+
+    def resident(self, units: Sequence[Ranges], tokens: Sequence[int], labels: Sequence[int]) -> np.ndarray:
+        """Add up the resident bytes of each rank [ranks] int64: units it decodes, tokens it holds, labels it scores."""
+        number, rank = flat(units)
+        resident = np.array(tokens, dtype=np.int64) * self.model.token_bytes
+        resident += np.array(labels, dtype=np.int64) * self.model.label_bytes
+        np.add.at(resident, rank, self.bytes[number])
+        return resident
+
     @property
     def total_bytes(self) -> int:
         """Resident bytes of the row with everything held once."""
@@ -197,7 +210,6 @@ def row_costs(sequence: TokenSequence, model: CostModel) -> RowCosts:
         for segment in sequence.segments
         for _ in segment.units
     ]
-    flops, resident = _by_size(sequence, model.encoder_flops), _by_size(sequence, model.encoder_bytes)
     pixels = _column([unit.native[0] * unit.native[1] for unit in units])
     kind = _column(kinds)
     return RowCosts(
@@ -210,8 +222,8 @@ def row_costs(sequence: TokenSequence, model: CostModel) -> RowCosts:
         spans=np.array([unit.decode for unit in units], dtype=np.int64).reshape(-1, 2),
         frame_ns=_frame_ns(kind, pixels, model.rates),
         output_ns=_output_ns(kind, pixels, _column([len(unit.items) for unit in units]), model.rates),
-        flops=flops,
-        bytes=resident,
+        flops=_by_size(sequence, model.encoder_flops),
+        bytes=_by_size(sequence, model.encoder_bytes),
         mask=pairs.bands(sequence),
     )
 
@@ -234,20 +246,16 @@ def new_frames(costs: RowCosts, units: np.ndarray, ranks: np.ndarray) -> tuple[n
 
 def _by_size(sequence: TokenSequence, function: Mapping[str, Callable[[tuple[int, ...]], int]]) -> np.ndarray:
     """Ask `function` of each kind once per size: [u] int64."""
-    known: dict[tuple[str, tuple[int, ...]], int] = {}
-    column = []
-    for segment in sequence.segments:
-        for unit in segment.units:
-            key = (segment.kind, unit.size)
-            if key not in known:
-                if segment.kind not in function:
-                    raise ValueError(
-                        f"the row has {segment.kind} units, but the model has encoders for "
-                        f"{', '.join(sorted(function)) or 'nothing'} only; add an encoder for {segment.kind}"
-                    )
-                known[key] = int(function[segment.kind](unit.size))
-            column.append(known[key])
-    return _column(column)
+    known = []
+    for unit in np.unique(sequence.unit_sizes, return_index=True)[1].tolist():
+        kind = sequence.unit_segment(unit).kind
+        if kind not in function:
+            raise ValueError(
+                f"the row has {kind} units, but the model has encoders for "
+                f"{', '.join(sorted(function)) or 'nothing'} only; add an encoder for {kind}"
+            )
+        known.append(int(function[kind](sequence.units[unit].size)))
+    return _column(known)[sequence.unit_sizes]
 
 
 def _frame_ns(kinds: np.ndarray, pixels: np.ndarray, rates: Rates) -> np.ndarray:

@@ -15,6 +15,7 @@ Two documents of 2 and 3 tokens, the last two tokens one image whose patches see
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -49,23 +50,75 @@ def total_pairs(mask: np.ndarray) -> int:
 
 
 def group_pairs(mask: np.ndarray, groups: Sequence[Ranges]) -> np.ndarray:
-    """Count pairs between groups of tokens: [groups, groups] int64, entry (i, j) with queries of i and keys of j."""
-    starts, stops, owners = pieces(groups)
-    counts = np.zeros((len(groups), len(groups)), dtype=np.int64)
+    """Count pairs between groups of tokens: [groups, groups] int64, entry (i, j) with queries of i and keys of j.
+
+    A query q of a band reads keys k0 <= k < min(k1, q + high + 1) less those k < q + low. The keys of a group before a
+    position grow linearly inside its ranges, so their sum over the queries of a range is a difference of two values of
+    a piecewise quadratic: work grows with the number of ranges, not with its square.
+    """
+    keys = _KeysBefore.of(groups)
     q0, q1, k0, k1, low, high = mask.T
-    band, query = overlapping(starts, stops, q0, q1)
-    entry, key = overlapping(starts, stops, k0[band], k1[band])
-    band, query = band[entry], query[entry]
-    allowed = _count(
-        np.maximum(q0[band], starts[query]),
-        np.minimum(q1[band], stops[query]),
-        np.maximum(k0[band], starts[key]),
-        np.minimum(k1[band], stops[key]),
-        low[band],
-        high[band],
-    )
-    np.add.at(counts, (owners[query], owners[key]), allowed)
+    band, query = overlapping(keys.starts, keys.stops, q0, q1)
+    first = np.maximum(q0[band], keys.starts[query])
+    last = np.minimum(q1[band], keys.stops[query])
+    bounds = k0[band], k1[band]
+    read = keys.summed(first + high[band] + 1, last + high[band] + 1, *bounds)
+    read -= keys.summed(first + low[band], last + low[band], *bounds)
+    counts = np.zeros((len(groups), len(groups)), dtype=np.int64)
+    np.add.at(counts, keys.owners[query], read)
     return counts
+
+
+def slowest_hops(counts: np.ndarray) -> int:
+    """Sum over hops of the most pairs of any group; at hop j, group i has the keys of group i - j.
+
+    counts: [ring, ring] int64  what `group_pairs` gives
+    """
+    groups = np.arange(len(counts))
+    return sum(int(counts[groups, (groups - hop) % len(counts)].max()) for hop in range(len(counts)))
+
+
+@dataclass(frozen=True, eq=False)
+class _KeysBefore:
+    """How many tokens of each group come before a position."""
+
+    starts: np.ndarray
+    """[pieces] int64, as `stops` and `owners`: all ranges, ascending, with the group of each."""
+    stops: np.ndarray
+    owners: np.ndarray
+    counts: np.ndarray
+    """[pieces, groups] int64: tokens of each group before a piece."""
+    sums: np.ndarray
+    """[pieces, groups] int64: `counts` summed over all positions before a piece."""
+
+    @staticmethod
+    def of(groups: Sequence[Ranges]) -> "_KeysBefore":
+        starts, stops, owners = pieces(groups)
+        is_own = owners[:, None] == np.arange(len(groups))
+        lengths = (stops - starts)[:, None] * is_own
+        counts = np.cumsum(lengths, axis=0) - lengths
+        steps = np.diff(starts, append=starts[-1:])[:, None]
+        grown = counts * steps + _ramp(steps, lengths)
+        return _KeysBefore(starts, stops, owners, counts, np.cumsum(grown, axis=0) - grown)
+
+    def summed(self, first: np.ndarray, last: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        """Sum the counts at positions first..last, each moved into low..high: [entries, groups] int64."""
+        at_low, at_high = self._at(low)[0], self._at(high)[0]
+
+        def running(x: np.ndarray) -> np.ndarray:
+            beyond, short = np.maximum(x - high, 0)[:, None], np.minimum(x - low, 0)[:, None]
+            return self._at(np.clip(x, low, high))[1] + at_high * beyond + at_low * short
+
+        return running(last) - running(first)
+
+    def _at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return `counts` and `sums` at any positions from the first piece on."""
+        piece = np.searchsorted(self.starts, positions, side="right") - 1
+        into = (positions - self.starts[piece])[:, None]
+        is_own = self.owners[piece][:, None] == np.arange(self.counts.shape[1])
+        lengths = (self.stops - self.starts)[piece][:, None] * is_own
+        counts = self.counts[piece]
+        return counts + np.minimum(into, lengths), self.sums[piece] + counts * into + _ramp(into, lengths)
 
 
 def _squares(starts: np.ndarray, stops: np.ndarray, low: int, high: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from mmcp.sharding.balance import balance
 from mmcp.sharding.cost import row_costs
 from mmcp.sharding.plan import check
 from mmcp.sharding.strategies import STRATEGIES
-from mmcp.sharding.workloads import REFERENCE_MODELS, WORKLOADS, make_workload, reference_model
+from mmcp.sharding.workloads import REFERENCE_MODELS, WORKLOADS, make_workload, reference_mesh, reference_model
 
 STEADY = ("lecture_hour", "questions_at_end", "dense_captions", "podcast", "silent_hour", "sports", "surveillance")
 LIMITED_BY_UNITS = ("few_frames", "long_group")  # three units; groups of pictures longer than a rank's share
@@ -20,7 +20,7 @@ LIMITED_BY_UNITS = ("few_frames", "long_group")  # three units; groups of pictur
 def planned(name, strategy, ranks, *, length=1.0, model="softmax"):
     sequence = make_workload(name, length=length)
     costs = row_costs(sequence, reference_model(model))
-    plan = STRATEGIES[strategy](sequence, (1, ranks), costs)
+    plan = STRATEGIES[strategy](sequence, reference_mesh(ranks), costs)
     return sequence, costs, plan
 
 
@@ -38,16 +38,15 @@ def test_balanced_evens_out_every_cost(name, ranks, model):
     sequence, costs, plan = planned(name, "balanced", ranks, model=model)
     result = balance(sequence, plan, costs)
     assert result.makespan_ratio <= 1.02
-    assert max(result.imbalance.values()) <= 1.055
+    assert max(result.imbalance.values()) <= 1.05
     assert sum(result.frames) <= 1.10 * costs.least_decoding[1]
-    if name in STEADY:
-        assert sum(result.routed_rows) <= 0.1 * costs.rows.sum()
+    assert sum(result.routed_rows) <= (0.1 if name in STEADY else 0.35) * costs.rows.sum()
 
 
 def test_one_group_of_pictures_for_all_is_not_decoded_by_every_rank_whole():
     sequence, costs, plan = planned("long_group", "balanced", 8)
     result = balance(sequence, plan, costs)
-    assert result.imbalance["encode"] <= 1.02
+    assert result.imbalance["encode"] <= 1.05
     assert sum(result.frames) <= 2.2 * costs.least_decoding[1]
 
 
