@@ -23,8 +23,6 @@ class Balance:
 
     by_modality: list[dict[str, int]]
     """Tokens held, by kind."""
-    encoder_flops_by_modality: list[dict[str, int]]
-    """Encoder FLOPs, by kind of medium."""
     decode_ns: list[int]
     frames: list[int]
     """Video frames decoded."""
@@ -77,7 +75,6 @@ def balance(sequence: TokenSequence, plan: ShardPlan, costs: RowCosts) -> Balanc
     stages += model.ns(max(labels) * model.label_flops) + attention_ns
     return Balance(
         by_modality=_tokens_by_modality(sequence, plan),
-        encoder_flops_by_modality=_flops_by_modality(costs, encode_units, encoders, ranks),
         decode_ns=decode_ns.tolist(),
         frames=frames.tolist(),
         encoder_flops=encoder_flops.tolist(),
@@ -127,18 +124,13 @@ def _attention(plan: ShardPlan, costs: RowCosts) -> tuple[list[int], int]:
     flops, nanoseconds = [0] * plan.ranks, 0
     held = [size(group) for group in plan.group_tokens]
     for layer, pairs in zip(costs.model.layers, costs.group_pairs(plan.group_tokens), strict=True):
-        if layer.mode == "state":
-            each = [layer.flops(layer.heads, 0, tokens) for tokens in plan.lengths]
-            slowest = max(each)
-        elif layer.mode == "ulysses":
-            heads = np.diff(even_bounds(layer.heads, plan.ranks)).tolist()
-            each = [layer.flops(share, int(pairs.sum()), plan.num_tokens) for share in heads]
-            slowest = max(each)
-        else:
-            heads = np.diff(even_bounds(layer.heads, plan.ulysses)).tolist()
-            rows = pairs.sum(axis=1).tolist()
-            each = [layer.flops(share, *group) for group in zip(rows, held, strict=True) for share in heads]
-            slowest = layer.flops(max(heads), slowest_hops(pairs), max(held))
+        is_flat = layer.mode == "ulysses"
+        heads = np.diff(even_bounds(layer.heads, plan.ranks if is_flat else plan.ulysses)).tolist()
+        by_group = list(zip(pairs.sum(axis=1).tolist(), held, strict=True))
+        groups = [(int(pairs.sum()), plan.num_tokens)] if is_flat else by_group
+        each = [layer.flops(share, *group) for group in groups for share in heads]
+        hops = slowest_hops(pairs) if layer.mode == "ring" else 0
+        slowest = layer.flops(max(heads), hops, max(held)) if layer.mode == "ring" else max(each)
         flops = [before + more for before, more in zip(flops, each, strict=True)]
         nanoseconds += costs.model.ns(slowest)
     return flops, nanoseconds
@@ -162,12 +154,6 @@ def _interpolate(positions: np.ndarray, bounds: np.ndarray, before: np.ndarray) 
     segment = np.searchsorted(bounds, positions, side="right") - 1
     following = np.minimum(segment + 1, len(bounds) - 1)
     return before[segment] + np.minimum(positions - bounds[segment], before[following] - before[segment])
-
-
-def _flops_by_modality(costs: RowCosts, units: np.ndarray, ranks: np.ndarray, num_ranks: int) -> list[dict[str, int]]:
-    table = np.zeros((num_ranks, len(KINDS)), dtype=np.int64)
-    np.add.at(table, (ranks, costs.kinds[units]), costs.flops[units])
-    return [{kind: int(row[number]) for number, kind in enumerate(KINDS) if number} for row in table]
 
 
 def _routed(plan: ShardPlan, units: np.ndarray, ranks: np.ndarray) -> list[list[int]]:

@@ -7,18 +7,18 @@ from mmcp.sharding.ranges import Ranges, overlapping, union
 BLOCK = 128
 
 
-def block_costs(mask: np.ndarray, num_tokens: int, *, keys_per_block: int) -> np.ndarray:
+def block_costs(slices: np.ndarray, num_tokens: int, *, keys_per_block: int) -> np.ndarray:
     """Count, for each block of queries, the blocks of keys of which it reads any: [blocks] int64.
 
-    mask: [bands, 6] int64  see mmcp.sharding.pairs
+    slices: [slices, 6] int64  see Mask.slices
     Causal, 512 tokens: 1 2 3 4 with 128 keys to a block, 4 8 12 16 with 32.
     """
     starts = np.arange(0, num_tokens, BLOCK)
     stops = np.minimum(starts + BLOCK, num_tokens)
-    q0, q1, k0, k1, low, high = mask.T
-    band, block = overlapping(starts, stops, q0, q1)
-    first_key = np.maximum(k0[band], np.maximum(q0[band], starts[block]) + low[band])
-    last_key = np.minimum(k1[band] - 1, np.minimum(q1[band], stops[block]) - 1 + high[band])
+    q0, q1, k0, k1, low, high = slices.T
+    piece, block = overlapping(starts, stops, q0, q1)
+    first_key = np.maximum(k0[piece], np.maximum(q0[piece], starts[block]) + low[piece])
+    last_key = np.minimum(k1[piece] - 1, np.minimum(q1[piece], stops[block]) - 1 + high[piece])
     is_read = first_key <= last_key
     block, first = block[is_read], first_key[is_read] // keys_per_block
     after = last_key[is_read] // keys_per_block + 1

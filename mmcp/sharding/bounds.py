@@ -125,15 +125,14 @@ def _frames(costs: RowCosts, encode: int, ranks: int) -> int:
 
 
 def _attention_flops(costs: RowCosts, mesh: tuple[int, int]) -> int:
-    """Bound the busiest rank: its heads of an even share of the ring's pairs, or an even share of everything."""
+    """Bound the busiest rank: its heads of an even share of the pairs and tokens of the groups, or an even share."""
     ring, ulysses = mesh
-    by_member = [0] * ulysses
+    flat, grouped = [0] * (ring * ulysses), [0] * ulysses
     for layer, pairs in zip(costs.model.layers, costs.pairs, strict=True):
-        if layer.mode == "ulysses":
-            shares = np.diff(even_bounds(layer.heads, ulysses)).tolist()
-            each = [layer.flops(share, pairs, costs.num_tokens) for share in shares]
-            by_member = [before + more for before, more in zip(by_member, each, strict=True)]
-    return max(-(-max(by_member) // ring), -(-costs.total_attention_flops // (ring * ulysses)))
+        by_member = flat if layer.mode == "ulysses" else grouped
+        for member, share in enumerate(np.diff(even_bounds(layer.heads, len(by_member))).tolist()):
+            by_member[member] += layer.flops(share, pairs, costs.num_tokens)
+    return max(max(flat), -(-max(grouped) // ring), -(-costs.total_attention_flops // (ring * ulysses)))
 
 
 def _attention_ns(costs: RowCosts, mesh: tuple[int, int]) -> int:
@@ -144,6 +143,5 @@ def _attention_ns(costs: RowCosts, mesh: tuple[int, int]) -> int:
 
 def _slowest_flops(layer: LayerCost, pairs: int, num_tokens: int, mesh: tuple[int, int]) -> int:
     ring, ulysses = mesh
-    if layer.mode == "state":
-        return layer.flops(layer.heads, 0, -(-num_tokens // (ring * ulysses)))
-    return layer.flops(-(-layer.heads // ulysses), -(-pairs // ring), -(-num_tokens // ring))
+    groups, members = (1, ring * ulysses) if layer.mode == "ulysses" else mesh
+    return layer.flops(-(-layer.heads // members), -(-pairs // groups), -(-num_tokens // groups))

@@ -11,8 +11,9 @@ from functools import cached_property
 import numpy as np
 
 from mmcp.config import config
+from mmcp.masks import Mask
 from mmcp.sequence import KINDS, TokenSequence
-from mmcp.sharding import pairs
+from mmcp.sharding.pairs import group_pairs
 from mmcp.sharding.ranges import Ranges, flat
 
 
@@ -57,9 +58,11 @@ class LayerCost:
     """FLOPs per token and query head that do not depend on the mask: recurrent layers."""
     window: int = 0
     """Keys a query may look back on, itself included; 0: all."""
+    sink: int = 0
+    """First keys of a document that stay visible beyond the window."""
     mode: str = "ulysses"
-    """`ulysses`: each rank computes some heads of the row; `ring`, `allgather`: some heads of its ring chunk; `state`:
-    all heads of its own tokens."""
+    """A name of mmcp.parallel.modes. `ulysses`: each rank computes some heads of the whole row; the others: some heads
+    of the tokens of its ulysses group."""
 
     def flops(self, heads: int, num_pairs: int, num_tokens: int) -> int:
         """Forward FLOPs of these layers for some heads, pairs and tokens."""
@@ -120,8 +123,8 @@ class RowCosts:
     """[u] int64: forward FLOPs of encoding."""
     bytes: np.ndarray
     """[u] int64: resident bytes."""
-    mask: np.ndarray
-    """[bands, 6] int64: the mask as bands (see mmcp.sharding.pairs)."""
+    mask: Mask
+    """Which query may read which key."""
 
     @property
     def num_units(self) -> int:
@@ -130,18 +133,18 @@ class RowCosts:
     @cached_property
     def pairs(self) -> tuple[int, ...]:
         """Per entry of `model.layers`: allowed (query, key) pairs of the row."""
-        return tuple(
-            pairs.total_pairs(pairs.within_window(self.mask, layer.window)) if layer.pair_flops else 0
-            for layer in self.model.layers
-        )
+        return tuple(self._mask_of(layer).pairs() if layer.pair_flops else 0 for layer in self.model.layers)
 
     def group_pairs(self, groups: tuple[Ranges, ...]) -> tuple[np.ndarray, ...]:
         """Per entry of `model.layers`: pairs [ring, ring] between queries of group i and keys of group j."""
         nothing = np.zeros((len(groups), len(groups)), dtype=np.int64)
         return tuple(
-            pairs.group_pairs(pairs.within_window(self.mask, layer.window), groups) if layer.pair_flops else nothing
+            group_pairs(self._mask_of(layer).slices, groups) if layer.pair_flops else nothing
             for layer in self.model.layers
         )
+
+    def _mask_of(self, layer: LayerCost) -> Mask:
+        return self.mask.with_window(layer.window, layer.sink) if layer.window else self.mask
 
     def decoding(self, units: np.ndarray, ranks: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
         """Price decoding unit units[i] on ranks[i]: nanoseconds and frames of each rank, both [num_ranks] int64.
@@ -224,7 +227,7 @@ def row_costs(sequence: TokenSequence, model: CostModel) -> RowCosts:
         output_ns=_output_ns(kind, pixels, _column([len(unit.items) for unit in units]), model.rates),
         flops=_by_size(sequence, model.encoder_flops),
         bytes=_by_size(sequence, model.encoder_bytes),
-        mask=pairs.bands(sequence),
+        mask=Mask.of(sequence),
     )
 
 

@@ -99,7 +99,7 @@ def lpt_blocks(
 
     The work of a block is the number of blocks of 32 keys that the mask lets it read; tokens per rank are not bounded.
     """
-    work = block_costs(costs.mask, sequence.num_tokens, keys_per_block=32)
+    work = block_costs(costs.mask.slices, sequence.num_tokens, keys_per_block=32)
     tokens = block_ranges(longest_first(work, num_ranks(mesh)), num_ranks(mesh), sequence.num_tokens)
     return complete(sequence, mesh, costs, strategy="lpt_blocks", tokens=tokens, cap=cap)
 
@@ -113,7 +113,8 @@ def processing_time(
     The work of a block is the number of blocks of 128 keys that the mask lets it read.
     """
     ranks = num_ranks(mesh)
-    dearest_first = np.argsort(-block_costs(costs.mask, sequence.num_tokens, keys_per_block=BLOCK), kind="stable")
+    work = block_costs(costs.mask.slices, sequence.num_tokens, keys_per_block=BLOCK)
+    dearest_first = np.argsort(-work, kind="stable")
     turn, place = np.divmod(np.arange(len(dearest_first)), ranks)
     owners = np.empty_like(dearest_first)
     owners[dearest_first] = np.where(turn % 2 == 0, place, ranks - 1 - place)

@@ -363,9 +363,12 @@ def _transformer_flops(patches: int, *, width: int, layers: int) -> int:
 
 
 def _reference(linear_layers: int, layers: int = 36) -> CostModel:
-    """A backbone of 36 layers of width 4096, 32 query and 8 key-value heads of 128, gated MLP of 12288."""
+    """A backbone of 36 layers of width 4096, 32 query and 8 key-value heads of 128, gated MLP of 12288.
+
+    Softmax layers run in a ring, linear ones pass their state; on a ring of one, both are Ulysses.
+    """
     width, heads, kv_width, hidden, head = 4096, 32, 1024, 12288, 128
-    softmax = LayerCost(count=layers - linear_layers, heads=heads, pair_flops=4 * head, token_flops=0)
+    softmax = LayerCost(count=layers - linear_layers, heads=heads, pair_flops=4 * head, token_flops=0, mode="ring")
     linear = LayerCost(count=linear_layers, heads=heads, pair_flops=0, token_flops=8 * head * head, mode="state")
     return CostModel(
         encoder_flops={"image": _vision_flops, "video": _vision_flops, "audio": _audio_flops},

@@ -15,11 +15,11 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 )
 from torch.nn.attention.flex_attention import create_block_mask
 
+from mmcp.masks import Mask
 from mmcp.sequence import Segment, TokenSequence, pack
 from mmcp.sharding.balance import balance
 from mmcp.sharding.blocks import block_costs
 from mmcp.sharding.cost import row_costs
-from mmcp.sharding.pairs import bands
 from mmcp.sharding.ranges import as_indices, size
 from mmcp.sharding.strategies import STRATEGIES
 from tests.sharding.rows import MODEL, media_units
@@ -78,13 +78,13 @@ def test_block_costs_count_the_blocks_of_a_dense_mask(seed):
     allowed = dense(sequence, 0)
     s = sequence.num_tokens
     expected = [sum(allowed[q : q + 128, k : k + 32].any() for k in range(0, s, 32)) for q in range(0, s, 128)]
-    assert block_costs(bands(sequence), s, keys_per_block=32).tolist() == expected
+    assert block_costs(Mask.of(sequence).slices, s, keys_per_block=32).tolist() == expected
 
 
 def test_lpt_stays_within_its_guarantee():
     sequence = text_row(3000, 500, 2000)
     plan = plan_of("lpt_blocks", sequence, 3)
-    work = block_costs(bands(sequence), sequence.num_tokens, keys_per_block=32)
+    work = block_costs(Mask.of(sequence).slices, sequence.num_tokens, keys_per_block=32)
     owners = plan.owner[::128]
     loads = np.bincount(owners, weights=work, minlength=3)
     assert loads.max() <= (4 / 3 - 1 / 9) * max(loads.mean(), work.max())
