@@ -150,15 +150,16 @@ def joined(case: Case, results: list[Result]) -> dict[str, Tensor]:
     return values | {name: sum(result.weights[name] for result in results) for name in results[0].weights}
 
 
-def check_results(case: Case, results: list[Result], tolerance: float) -> None:
-    """Compare with the reference, and what was counted with the closed form."""
+def check_results(case: Case, results: list[Result], tolerance: float) -> float:
+    """Compare with the reference, and what was counted with the closed form; return the largest error."""
     for rank, result in enumerate(results):
         assert result.counted == result.expected, (case, rank)
     got, want = joined(case, results), reference_of(case)
     grads = [want[name] for name in want if name != "out"]
-    for name, value in got.items():
-        error = relative_error(value, want[name], of=grads if name != "out" else ())
+    errors = {name: relative_error(got[name], want[name], of=grads if name != "out" else ()) for name in got}
+    for name, error in errors.items():
         assert error <= tolerance, (case, name, error)
+    return max(errors.values())
 
 
 def check_case(pool: Any, case: Case, tolerance: float = 1e-10) -> list[Result]:
