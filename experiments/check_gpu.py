@@ -101,8 +101,6 @@ def why_not(path: Path) -> str:
     )
     if path.package == "" and takes_flash:
         return "flash-attn takes this mask"
-    if isinstance(path.variant, GatedDeltaConfig) and not path.package and path.dtype != torch.float64:
-        return "fla takes this type" if find_spec("fla") else ""
     return ""
 
 
