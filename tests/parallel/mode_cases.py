@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mmcp.attention.base import Attention, RowInfo, split_heads
 from mmcp.masks import Mask
@@ -38,6 +39,8 @@ class Case:
     seed: int = 0
     moved: tuple[int, int] = (0, 0)
     """Tokens whose inputs are drawn again."""
+    checkpointing: bool = False
+    """Run the forward again in backward."""
 
     @property
     def ranks(self) -> int:
@@ -104,7 +107,12 @@ def run_case(case: Case) -> Result | str:
                 mode=case.variant.mode,
                 chunks=case.variant.chunks,
             )
-            out = layer(local, RowInfo(mask, plan, mesh.cp.index))
+            info = RowInfo(mask, plan, mesh.cp.index)
+            if case.checkpointing:
+                ones = torch.ones((), dtype=case.dtype, requires_grad=True)  # a product keeps the output for backward
+                out = checkpoint(lambda: layer(local, info).mul(ones), use_reentrant=False)
+            else:
+                out = layer(local, info)
         except ValueError as error:
             return f"{len(recorder.traffic)} exchanges: {error}"
         (out * weight[mine]).sum().backward()
@@ -117,6 +125,7 @@ def run_case(case: Case) -> Result | str:
         kv_heads=case.kv_heads,
         head_dim=case.head_dim,
         dtype=case.dtype,
+        checkpointing=case.checkpointing,
     )
     values = {name: value.grad for name, value in local.items()} | {"out": out.detach()}
     weights = {f"weight {name}": weight.grad for name, weight in core.named_parameters()}
@@ -150,15 +159,16 @@ def joined(case: Case, results: list[Result]) -> dict[str, Tensor]:
     return values | {name: sum(result.weights[name] for result in results) for name in results[0].weights}
 
 
-def check_results(case: Case, results: list[Result], tolerance: float) -> None:
-    """Compare with the reference, and what was counted with the closed form."""
+def check_results(case: Case, results: list[Result], tolerance: float) -> float:
+    """Compare with the reference, and what was counted with the closed form; return the largest error."""
     for rank, result in enumerate(results):
         assert result.counted == result.expected, (case, rank)
     got, want = joined(case, results), reference_of(case)
     grads = [want[name] for name in want if name != "out"]
-    for name, value in got.items():
-        error = relative_error(value, want[name], of=grads if name != "out" else ())
+    errors = {name: relative_error(got[name], want[name], of=grads if name != "out" else ()) for name in got}
+    for name, error in errors.items():
         assert error <= tolerance, (case, name, error)
+    return max(errors.values())
 
 
 def check_case(pool: Any, case: Case, tolerance: float = 1e-10) -> list[Result]:
