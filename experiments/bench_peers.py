@@ -246,7 +246,15 @@ def _told(line: dict[str, Any]) -> str:
 def _step_table(record: dict[str, Any]) -> Table:
     table = Table(title=f"one step of {record['tokens']:,} tokens in {record['dtype']}, floor {record['floor_s']} s")
     keys = ("seconds", "ratio_to_fastest_peer", "to_floor", "growth_mb", "growth_to_leanest_peer")
-    for heading in ("", "s", "of the fastest peer", "of the floor", "MB grown", "of the leanest peer", "gradient error"):
+    for heading in (
+        "",
+        "s",
+        "of the fastest peer",
+        "of the floor",
+        "MB grown",
+        "of the leanest peer",
+        "gradient error",
+    ):
         table.add_column(heading)
     for row in record["rows"]:
         if row["seconds"] is None:
