@@ -58,7 +58,7 @@ class Ceilings:
 def floor_seconds(shape: StepShape, ceilings: Ceilings, element_size: int = 4) -> float:
     """Sum the least seconds of attention, products, head (where labels are) and exchanges of one step.
 
-    Attention counts causal pairs, backward 2.5 times forward (it computes the scores again); a product's backward twice.
+    Attention counts causal pairs, backward 2.5 times forward, as scores are made again; a product twice.
     """
     s, ranks = shape.tokens, shape.ranks
     attention = 3.5 * 2 * s * s * shape.head_dim * shape.heads * shape.layers

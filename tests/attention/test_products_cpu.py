@@ -1,4 +1,4 @@
-"""Backward by matrix products against autograd of dense attention in float64, over drawn shapes; bfloat16 by its digits.
+"""Backward by matrix products against autograd of dense attention in float64, over drawn shapes; bfloat16 too.
 
 Run: python -m pytest tests/attention/test_products_cpu.py
 """
