@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mmcp.report.outcome import Outcome
 
 BENCHES = {
+    "attention": "experiments.bench_attention:run",
     "peers": "experiments.bench_peers:run",
 }
 """Name -> `module:function`; it gets the settings written as key=value and returns an Outcome."""

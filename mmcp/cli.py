@@ -191,7 +191,7 @@ def _ablate(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="what to measure: peers")
+    parser.add_argument("name", metavar="NAME", help="what to measure: attention")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the measurement")
     _add_json(parser)
 
@@ -256,7 +256,7 @@ VERBS = {
         Verb(
             "bench",
             "measure side by side, on this machine",
-            "mmcp bench peers tokens=4096 rounds=5 peers=../peers",
+            "mmcp bench attention smoke=true",
             "experiments.bench:run",
             _bench,
         ),

@@ -36,7 +36,7 @@ from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.ranges import part_of, size
 
 Phases = dict[tuple[str, str], Traffic]
-"""By (name of the exchange, `forward` or `backward`), as the recorder books it; nothing that is 0 collectives."""
+"""By (name of the exchange, phase), as the recorder books it; nothing that is 0 collectives."""
 
 CROSSING = Registry("traffic between groups")
 """Name of a mode -> what it moves between ring ranks."""
@@ -81,9 +81,12 @@ def attention_traffic(
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
+    checkpointing: bool = False,
 ) -> Phases:
     """Say what one layer of `variant` costs `rank` of the plan on this row.
 
+    checkpointing: the block keeps its input only, so that backward first runs its forward, and its exchanges, again;
+        these are told apart, in a phase of their own
     Raises ValueError, as the layer does, when the variant's mode cannot be or some rank would get no head.
     """
     core, mode = variant.build(heads=heads, kv_heads=kv_heads, head_dim=head_dim), MODES[variant.mode]
@@ -96,6 +99,10 @@ def attention_traffic(
     layer = Layer(core, plan, mask, shares[index], ring_index, dtype.itemsize)
     if plan.ring > 1 and variant.mode in CROSSING:
         phases |= CROSSING[variant.mode](layer)
+    if checkpointing:
+        phases |= {
+            (name, "recompute"): replace(traffic) for (name, phase), traffic in phases.items() if phase == "forward"
+        }
     return {key: traffic for key, traffic in phases.items() if traffic.collectives}
 
 

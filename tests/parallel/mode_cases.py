@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mmcp.attention.base import Attention, RowInfo, split_heads
 from mmcp.masks import Mask
@@ -38,6 +39,8 @@ class Case:
     seed: int = 0
     moved: tuple[int, int] = (0, 0)
     """Tokens whose inputs are drawn again."""
+    checkpointing: bool = False
+    """Run the forward again in backward."""
 
     @property
     def ranks(self) -> int:
@@ -104,7 +107,12 @@ def run_case(case: Case) -> Result | str:
                 mode=case.variant.mode,
                 chunks=case.variant.chunks,
             )
-            out = layer(local, RowInfo(mask, plan, mesh.cp.index))
+            info = RowInfo(mask, plan, mesh.cp.index)
+            if case.checkpointing:
+                ones = torch.ones((), dtype=case.dtype, requires_grad=True)  # a product keeps the output for backward
+                out = checkpoint(lambda: layer(local, info).mul(ones), use_reentrant=False)
+            else:
+                out = layer(local, info)
         except ValueError as error:
             return f"{len(recorder.traffic)} exchanges: {error}"
         (out * weight[mine]).sum().backward()
@@ -117,6 +125,7 @@ def run_case(case: Case) -> Result | str:
         kv_heads=case.kv_heads,
         head_dim=case.head_dim,
         dtype=case.dtype,
+        checkpointing=case.checkpointing,
     )
     values = {name: value.grad for name, value in local.items()} | {"out": out.detach()}
     weights = {f"weight {name}": weight.grad for name, weight in core.named_parameters()}
