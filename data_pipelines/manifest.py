@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipelines.examine import MEDIA_KINDS
+from data_pipelines.view import WHOLE, View, read_view
 
 ROLES = ("system", "user", "assistant")
 LLAVA_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
@@ -42,6 +43,8 @@ class Item:
     """The file, or its name among the media of a shard set."""
     audio: bool = True
     """Video: whether the sound of the file is used, when it has any."""
+    view: View = WHOLE
+    """Which stretch of the file, and how finely."""
 
 
 Turn = tuple[str, tuple[Item, ...]]
@@ -212,10 +215,6 @@ def _content_item(part: object, number: int, resolve: Resolve) -> Item:
     kind = part.get("type")
     if kind not in ("text", *MEDIA_KINDS):
         raise _Wrong(f"has a content item of type {kind!r} in message {number}; use text, {', '.join(MEDIA_KINDS)}")
-    known = {"type", kind} | ({"audio"} if kind == "video" else set())
-    unknown = sorted(set(part) - known)
-    if unknown:
-        raise _Wrong(f"has the unknown field '{unknown[0]}' in a {kind} item; known: {', '.join(sorted(known))}")
     value = part.get(kind)
     if not isinstance(value, str):
         raise _Wrong(f"has a {kind} item without the field '{kind}' in message {number}")
@@ -224,7 +223,12 @@ def _content_item(part: object, number: int, resolve: Resolve) -> Item:
     audio = part.get("audio", True) if kind == "video" else True
     if not isinstance(audio, bool):
         raise _Wrong(f"has audio {audio!r} in a video item; use true or false")
-    return Item(kind=kind, media=resolve(value), audio=audio)
+    options = {name: value for name, value in part.items() if name not in ("type", kind, "audio")}
+    try:
+        view = read_view(kind, options)
+    except ValueError as error:
+        raise _Wrong(str(error)) from None
+    return Item(kind=kind, media=resolve(value), audio=audio, view=view)
 
 
 def _llava_turns(conversations: list[dict], media: dict[str, list[str]], resolve: Resolve) -> list[Turn]:

@@ -19,6 +19,7 @@ from data_pipelines.manifest import Item, Sample, Turn, load_json, parse_row
 from data_pipelines.media import MediaError, MediaFile
 from data_pipelines.shard_paths import find_shards
 from data_pipelines.tar_index import Member, index_tar, split_name
+from data_pipelines.view import WHOLE, read_view
 
 FORMAT = 1
 INDEX = "index.json"
@@ -123,7 +124,7 @@ def _item_to_json(item: Item, names: dict[tuple[str, str], str]) -> dict:
     if item.kind == "text":
         return {"type": "text", "text": item.text}
     audio = {"audio": item.audio} if item.kind == "video" else {}
-    return {"type": item.kind, "media": names[item.kind, item.media], **audio}
+    return {"type": item.kind, "media": names[item.kind, item.media], **audio, **item.view.to_fields()}
 
 
 def _read_sample(stored: StoredSample) -> Sample:
@@ -132,19 +133,23 @@ def _read_sample(stored: StoredSample) -> Sample:
     turns = tuple(
         (
             role,
-            tuple(
-                Item(
-                    kind=item["type"],
-                    text=item.get("text", ""),
-                    media=item.get("media", ""),
-                    audio=item.get("audio", True),
-                )
-                for item in items
-            ),
+            tuple(_item_from_json(item) for item in items),
         )
         for role, items in row["turns"]
     )
     return Sample(id=row["id"], row=row["row"], turns=turns, task=row["task"], replaced=row["replaced"])
+
+
+def _item_from_json(item: dict) -> Item:
+    options = {name: value for name, value in item.items() if name not in ("type", "text", "media", "audio")}
+    view = read_view(item["type"], options) if options else WHOLE
+    return Item(
+        kind=item["type"],
+        text=item.get("text", ""),
+        media=item.get("media", ""),
+        audio=item.get("audio", True),
+        view=view,
+    )
 
 
 def _read(part: MediaFile) -> bytes:

@@ -66,12 +66,11 @@ def _sample_row(samples: Samples, number: int, settings: RunConfig) -> Row:
         raise ValueError(f"--sample {number}: there are {len(samples)} samples, numbered from 0")
     sample, media = samples.load(number)
     sequence, report = build_sequence(sample, media, settings.clip, rules=_pipeline(settings, samples).rules)
-    budget, setting = report.budget, report.budget.setting
+    budget = report.budget
     facts = {
         "sample": sample.id,
         **_content(sequence),
-        "budget": f"{budget.tokens:,} of {budget.limit:,} tokens, at {setting.frames_per_second:g} frames a second, "
-        f"at most {setting.frame_pixels:,} pixels a frame, {'with' if setting.sound else 'without'} sound",
+        "budget": "; ".join((f"{budget.tokens:,} of {budget.limit:,} tokens", *budget.detail)),
     }
     if budget.reduced:
         facts["reduced"] = f"{'; '.join(budget.reduced)} (the finest setting needs {budget.full_tokens:,} tokens)"

@@ -94,8 +94,8 @@ WRONG = {
         "image item without the field 'image'",
     ),
     "option": (
-        {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4", "fps": 2}]}]},
-        "unknown field 'fps' in a video item",
+        {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4", "fsp": 2}]}]},
+        "unknown field 'fsp' in a video item",
     ),
     "audio flag": (
         {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4", "audio": 1}]}]},
