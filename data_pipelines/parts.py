@@ -12,6 +12,7 @@ one of a sound hears 2**l windows as one. Frames and stamps of a coarser cell ar
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -166,8 +167,10 @@ def video_part(
     stamps = np.array([stamp_tokens(index.frame_time(frame)) for frame in starts.tolist()], dtype=np.int64)
     end = index.video_end if view.video_end is None else min(index.video_end, view.video_end)
 
-    def edges(level: int) -> list[Fraction]:
-        return [*(index.frame_time(frame) for frame in starts[:: 1 << level].tolist()), end]
+    @cache
+    def leads(level: int) -> np.ndarray:
+        assert lead is not None
+        return lead([*(index.frame_time(frame) for frame in starts[:: 1 << level].tolist()), end])
 
     def units(cells: Sequence[Cell]) -> tuple[Unit, ...]:
         groups = _groups(frames, cells, rule.frames)
@@ -187,7 +190,7 @@ def video_part(
         size=size,
         stages=stages,
         tokens=lambda level, size: rows[size] + stamps[:: 1 << level],
-        lead=None if lead is None else lambda level: lead(edges(level)),
+        lead=None if lead is None else leads,
     )
     return MediaPart(part=part, units=units, words=words)
 

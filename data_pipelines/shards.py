@@ -107,6 +107,10 @@ def read_media(stored: StoredMedia) -> Media:
     """What was found out about a media file when the shards were prepared; examined now in foreign shards."""
     if stored.facts is None:
         return examine(stored.kind, stored.file)
+    with stored.file.open() as file:
+        if file.size != stored.file.size:
+            reason = f"has {file.size} of the {stored.file.size} bytes it had when it was prepared"
+            raise MediaError(stored.file.path, f"{reason}; restore it, or prepare the data again")
     return facts_from_json(stored.kind, stored.file, _read(stored.facts).decode())
 
 
@@ -197,7 +201,8 @@ def _media_table(folder: Path) -> dict[str, StoredMedia]:
         for record in read_records(records):
             if "media" in record:
                 entry = record["media"]
-                file, fact = MediaFile(shard, *entry["at"]), MediaFile(facts, *entry["facts"])
+                file = MediaFile(shard, *entry["at"]) if "at" in entry else MediaFile(*entry["outside"])
+                fact = MediaFile(facts, *entry["facts"])
                 table[entry["name"]] = StoredMedia(entry["kind"], file, fact)
     return table
 

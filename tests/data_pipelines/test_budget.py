@@ -123,8 +123,9 @@ def test_drawn_clips_fill_their_budget_and_never_get_less_for_more(seed):
 
 
 @pytest.mark.full
-def test_a_thousand_drawn_clips_fill_their_budget():
-    assert min(check_clip(seed) for seed in range(1000, 2000)) >= 0.99
+@pytest.mark.parametrize("first", range(1000, 2000, 50))
+def test_a_thousand_drawn_clips_fill_their_budget(first):
+    assert min(check_clip(seed) for seed in range(first, first + 50)) >= 0.99
 
 
 def one_by_one(parts: list[Part], room: int) -> tuple[list[list[Cell]], int]:
