@@ -9,6 +9,7 @@ import torch
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from data_pipelines.clip import ClipConfig
+from data_pipelines.mixture import DataSource, Mixture
 from encoders import ENCODERS, AudioWindows, Encoder, ImagePatches, TokenizerConfig, VideoPatches
 from mmcp.attention import AttentionConfig
 from mmcp.config import OneOf, config
@@ -63,8 +64,9 @@ class ShardingConfig:
 class DataConfig:
     """Where samples come from and how they are joined."""
 
-    train: str
-    """Shards to train on: a folder of `mmcp prepare`, a file, or a pattern such as shard-{000..009}.tar."""
+    train: str | tuple[DataSource, ...]
+    """Shards to train on: a folder of `mmcp prepare`, a file, a pattern such as shard-{000..009}.tar, or a list of
+    {path, weight} to be mixed."""
     held_out: str = ""
     """Shards to evaluate on; empty: none."""
     held_out_samples: PositiveInt = 64
@@ -76,9 +78,25 @@ class DataConfig:
     workers: PositiveInt = 1
     """Decode workers of each rank."""
     prefetch: PositiveInt = 2
-    """Steps planned and decoded ahead."""
+    """Steps decoded ahead."""
+    lookahead: NonNegativeInt = 16
+    """Further steps planned ahead: samples of theirs that take long to decode are started early."""
+    prefetch_mb: PositiveInt = 2048
+    """Most decoded MiB that wait on a rank; what the next step needs is always decoded."""
+    dead_worker: Literal["replace", "stop"] = "replace"
+    """What follows when a decode worker dies: its sample counts as unreadable and another worker takes its place, or
+    the run stops on all ranks and names the sample."""
     deadline_s: PositiveFloat = 120.0
     """Seconds a decode job may take before its worker is killed and its sample counts as unreadable."""
+
+    @property
+    def sources(self) -> tuple[DataSource, ...]:
+        """What is trained on, as a list."""
+        return (DataSource(path=self.train),) if isinstance(self.train, str) else self.train
+
+    def open_train(self, *, strict: bool = False) -> Mixture:
+        """Index what is trained on. Raises ValueError."""
+        return Mixture.open(self.sources, strict=strict)
 
 
 @config

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from encoders.mel import log_mel_raw, needed
 from experiments.base import Planner, RunConfig
 from mmcp.parallel.mesh import Mesh
 from mmcp.sequence import TokenSequence, pack
+from mmcp.sharding.cost import RowCosts, row_costs
 from mmcp.sharding.ranges import as_indices
 from mmcp.sharding.step import StepPlan
 from mmcp.training.status import exchange_status
@@ -148,6 +150,7 @@ class Pipeline:
             segment = sequence.unit_segment(unit)
             key = (segment.document, segment.kind, segment.source, segment.stream)
             tracks.setdefault(key, []).append(unit)
+        costs = row_costs(sequence, self.planner.costs)
         for (document, kind, source, _), numbers in tracks.items():
             media = step.documents[row][document].media[source]
             for start in range(0, len(numbers), JOB_UNITS):
@@ -159,7 +162,20 @@ class Pipeline:
                     step.documents[row][document].sample.id,
                     decode_units,
                     (kind, media.file, media.clip, own, mel, needed),
+                    cost_ns=decode_ns(costs, np.array(part)),
+                    num_bytes=sum(self._bytes(kind, unit.size) for unit in own),
                 )
+
+    def _bytes(self, kind: str, size: tuple[int, ...]) -> int:
+        """Bytes of a decoded unit: three uint8 colours, or float32 mel bins."""
+        return prod(size) * (3 if kind != "audio" else 4 * self.config.model.audio.bins)
+
+
+def decode_ns(costs: RowCosts, units: np.ndarray) -> int:
+    """Nanoseconds to decode some units of one track: frames or packets that they share are decoded once."""
+    spans = costs.spans[units]
+    shared = min(int((spans[:, 1] - spans[:, 0]).sum()), int(spans[:, 1].max() - spans[:, 0].min()))
+    return shared * int(costs.frame_ns[units].max()) + int(costs.output_ns[units].sum())
 
 
 def collect(loaded: Loaded[PlannedStep]) -> LoadedStep:
@@ -203,7 +219,15 @@ def read_steps(
         planned = plan(step)
         return planned, pipeline.jobs(planned, mesh)
 
-    with Loader(prepare, pool, steps=steps, prefetch=pipeline.config.data.prefetch) as loader:
+    data = pipeline.config.data
+    with Loader(
+        prepare,
+        pool,
+        steps=steps,
+        prefetch=data.prefetch,
+        lookahead=data.lookahead,
+        most_bytes=data.prefetch_mb << 20,
+    ) as loader:
         yield from loader
 
 
