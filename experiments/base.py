@@ -22,6 +22,7 @@ from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.step import StepPlan, plan_step
 from mmcp.sharding.strategies import STRATEGIES
 from mmcp.training.optim import OptimConfig
+from mmcp.training.parts import PartsConfig
 from mmcp.training.train import TrainConfig
 
 
@@ -118,6 +119,8 @@ class RunConfig:
     tokenizer: TokenizerConfig = TokenizerConfig()
     model: ModelConfig
     optim: OptimConfig = OptimConfig()
+    parts: PartsConfig = PartsConfig()
+    """Which parts of the model train, and how fast."""
     train: TrainConfig = TrainConfig()
 
     def __post_init__(self):

@@ -27,6 +27,7 @@ from mmcp.parallel.mesh import Mesh, build_mesh, device_type_for, process_group
 from mmcp.parallel.stop import StopRequest
 from mmcp.report.run import write_run_report
 from mmcp.training import checkpoint
+from mmcp.training.parts import part_of
 from mmcp.training.run_folder import open_run_folder, write_setup
 from mmcp.training.step import StepRunner
 from mmcp.training.train import Counters, OnStep, Trainer, never
@@ -107,7 +108,7 @@ def train_on(
         stop = stack.enter_context(StopRequest())
         tokenizer = settings.tokenizer.build()
         runner = run_runner(settings, mesh, vocabulary=tokenizer.vocab_size)
-        optimizer = settings.optim.build(runner.model)
+        optimizer = settings.optim.build(runner.model, rate_of=lambda name: settings.parts.rate(part_of(name)))
         shards = settings.data.open_train()
         start, counters = 0, Counters()
         if resume:
@@ -124,6 +125,7 @@ def train_on(
             runner=runner,
             optimizer=optimizer,
             optim=settings.optim,
+            parts=settings.parts,
             settings=settings.train,
             counters=counters,
             on_step=(log.step, stack.enter_context(watch(runner))),

@@ -9,6 +9,7 @@ import torch
 from mmcp.config import config
 from mmcp.parallel.collectives import all_gather, all_reduce
 from mmcp.training.optim import OptimConfig, apply_update
+from mmcp.training.parts import PartsConfig
 from mmcp.training.status import Status, exchange_status
 from mmcp.training.step import STAGES, StageClock, StepRunner, StepWork
 
@@ -84,6 +85,7 @@ class Trainer:
     runner: StepRunner
     optimizer: torch.optim.Optimizer
     optim: OptimConfig
+    parts: PartsConfig
     settings: TrainConfig
     counters: Counters
     on_step: Sequence[OnStep]
@@ -149,6 +151,7 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float64, device=runner.device)
         if total:
             loss_sum = runner.backward(work, clock)
+            self.parts.check_gradients(runner.model)
             clock.start()
             norm = apply_update(self.optimizer, self.optim, loaded.step)
             clock.mark("optimizer")
