@@ -9,6 +9,7 @@ import torch
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from data_pipelines.clip import ClipConfig
+from data_pipelines.feature_cache import FeatureCacheConfig
 from data_pipelines.mixture import DataSource, Mixture
 from encoders import ENCODERS, AudioWindows, Encoder, ImagePatches, TokenizerConfig, VideoPatches
 from mmcp.attention import AttentionConfig
@@ -122,8 +123,15 @@ class RunConfig:
     parts: PartsConfig = PartsConfig()
     """Which parts of the model train, and how fast."""
     train: TrainConfig = TrainConfig()
+    features: FeatureCacheConfig = FeatureCacheConfig()
+    """Where features of frozen encoders are kept, so that a clip is decoded and encoded once."""
 
     def __post_init__(self):
+        if self.features.folder and not self.parts.frozen_encoders:
+            raise ValueError(
+                f"features.folder='{self.features.folder}' keeps features of frozen encoders, and none is frozen; "
+                "set parts.video, parts.image or parts.audio to 0, or leave it empty"
+            )
         if self.clip.budget.tokens > self.data.row_tokens:
             raise ValueError(
                 f"clip.budget.tokens={self.clip.budget.tokens} lets a sample be longer than "

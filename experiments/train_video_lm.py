@@ -18,6 +18,7 @@ from data_pipelines.sampler import OrderState
 from data_pipelines.workers import WorkerPool, tells_of_death
 from experiments.base import RunConfig
 from experiments.check_run import check
+from experiments.features import keep_features
 from experiments.pipeline import Pipeline, collect, held_out_loss, read_steps
 from experiments.run_log import RunLog
 from experiments.runtime import run_runner
@@ -36,6 +37,7 @@ RESUMABLE = (
     "folder",
     "mesh",
     "train",
+    "features",
     *(f"data.{name}" for name in ("held_out", "held_out_samples", "workers", "prefetch", "deadline_s")),
     *(f"data.{name}" for name in ("lookahead", "prefetch_mb", "dead_worker")),
 )
@@ -117,7 +119,8 @@ def train_on(
             write_setup(folder, settings)
         pool = WorkerPool(settings.data.workers, settings.data.deadline_s)
         stack.callback(pool.close)
-        pipeline = Pipeline(settings, tokenizer, shards, settings.planner(tokenizer.vocab_size))
+        planner = settings.planner(tokenizer.vocab_size)
+        pipeline = Pipeline(settings, tokenizer, shards, planner, encoders=keep_features(settings, runner))
         log = RunLog(settings, folder, mesh, pipeline=pipeline, counters=counters, start=start)
         stack.enter_context(log)
         order = shards.order(settings.seed)

@@ -3,6 +3,8 @@
 Shapes: n units, p patches (or steps of sound) of one unit, c channels.
 """
 
+from typing import Protocol
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -57,6 +59,13 @@ class Projector(nn.Module):
         return self.second(nn.functional.gelu(self.first(self.norm(x.flatten(0, 1)))))
 
 
+class Kept(Protocol):
+    """Features of units that were encoded in an earlier step."""
+
+    def complete(self, features: Tensor) -> Tensor:
+        """features: [m, rows, c] of the units encoded now -> [n, rows, c] of all units."""
+
+
 class FeatureEncoder(nn.Module):
     """An encoder in two parts that can be frozen, and its features kept, apart: features of units, and their projector.
 
@@ -73,9 +82,10 @@ class FeatureEncoder(nn.Module):
         """features: [n, rows, c] -> [n * rows, e], unit by unit."""
         return self.projector(features)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: units of one size -> [n * rows, e]."""
-        return self.project(self.features(x))
+    def forward(self, x: Tensor, kept: Kept | None = None) -> Tensor:
+        """x: units of one size -> [n * rows, e], those of `kept` among them."""
+        features = self.features(x)
+        return self.project(features if kept is None else kept.complete(features))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
