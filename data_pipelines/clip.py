@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
+from pathlib import PurePath
 from typing import Literal, Protocol, TypeVar
 
 from data_pipelines.budget import BudgetConfig, BudgetReport
@@ -156,7 +157,8 @@ class _Layout:
         return sequence, report, silent
 
     def _words(self, key: tuple[int, str], part: MediaPart, cells: list[Cell]) -> str:
-        return f"{key[1]} of '{self.items[key[0]].media}': {part.words(cells) if cells else 'left out'}"
+        name = PurePath(self.items[key[0]].media).name
+        return f"{key[1]} of '{name}': {part.words(cells) if cells else 'left out'}"
 
     def _parts(self) -> Parts:
         """Make the parts of all media items: pictures, and sounds that are to be heard."""

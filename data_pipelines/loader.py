@@ -11,6 +11,7 @@ from data_pipelines.schedule import Planned, Schedule
 from data_pipelines.workers import Reply, WorkerError
 
 P = TypeVar("P")
+CLOSED = "the decode workers were closed"
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,8 @@ class Loader(Generic[P]):
                     self._changed.wait()
                     continue
             if job is not None:
-                self._start(job)
+                if not self._start(job):
+                    return
                 continue
             try:
                 self._plan(planned)
@@ -158,21 +160,26 @@ class Loader(Generic[P]):
             self._ready[step] = (payload, futures)
             self._changed.notify_all()
 
-    def _start(self, planned: Planned[tuple[Job, "Future[Reply]"]]) -> None:
-        """Give a job to the pool; its result goes to the future that the consumer waits for."""
+    def _start(self, planned: Planned[tuple[Job, "Future[Reply]"]]) -> bool:
+        """Give a job to the pool; its result goes to the future that the consumer waits for. False: it is closed."""
         job, promised = planned.job
 
         def finish(future: "Future[Reply]") -> None:
             with self._changed:
                 self._schedule.done(planned)
                 self._changed.notify_all()
-            error = WorkerError("the decode workers were closed") if future.cancelled() else future.exception()
+            error = WorkerError(CLOSED) if future.cancelled() else future.exception()
             if error is not None:
                 promised.set_exception(error)
             else:
                 promised.set_result(future.result())
 
-        self._pool.submit(job.function, *job.args).add_done_callback(finish)
+        try:
+            self._pool.submit(job.function, *job.args).add_done_callback(finish)
+        except RuntimeError:  # a run that stops on an error closes its pool first
+            promised.set_exception(WorkerError(CLOSED))
+            return False
+        return True
 
     @staticmethod
     def _result(future: Future) -> Reply | WorkerError:

@@ -69,7 +69,8 @@ def _sample_row(samples: Samples, number: int, settings: RunConfig) -> Row:
     facts = {
         "sample": sample.id,
         **_content(sequence),
-        "budget": "; ".join((f"{budget.tokens:,} of {budget.limit:,} tokens", *budget.detail)),
+        "budget": f"{budget.tokens:,} of {budget.limit:,} tokens",
+        **({"seen and heard": "; ".join(budget.detail)} if budget.detail else {}),
     }
     if budget.reduced:
         facts["reduced"] = f"{'; '.join(budget.reduced)} (the finest setting needs {budget.full_tokens:,} tokens)"

@@ -166,4 +166,4 @@ def test_a_clip_too_long_for_the_budget_names_both_counts(capsys, sources):
     small = sources["clip"][0] + ".yaml"
     Path(small).write_text(DEMO.read_text().replace("tokens: 1024", "tokens: 64"))
     assert cli.main(["inspect", *sources["clip"], "--config", small]) == 1
-    assert "are needed at the coarsest setting, the budget allows 64" in capsys.readouterr().err
+    assert "are needed at the one setting, the budget allows 64" in capsys.readouterr().err
