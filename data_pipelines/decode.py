@@ -38,6 +38,22 @@ class Frames:
     """Frames among those asked for that the decoder had to repair, because the file's bytes are wrong."""
 
 
+@dataclass(frozen=True, slots=True)
+class FrameNumbers:
+    """Which frame a packet holds."""
+
+    first: int
+    """The first packet that holds a frame."""
+    frames: np.ndarray
+    """[n] int32: the frame of each packet from it on; -1 for none."""
+
+    def of(self, packet: int) -> int | None:
+        """The frame of a packet; None when it holds none."""
+        at = packet - self.first
+        frame = int(self.frames[at]) if 0 <= at < len(self.frames) else -1
+        return frame if frame >= 0 else None
+
+
 @dataclass(slots=True)
 class Run:
     """A stretch of packets, decoded without a gap, and the frames wanted of it."""
@@ -62,12 +78,12 @@ def decode_frames(source: str | MediaFile, index: ClipIndex, frames: Sequence[in
     row_of = {int(frame): row for row, frame in enumerate(wanted)}
     damaged, num_decoded = [], 0
     with open_container(source) as container:
-        reader = TrackReader(container, track, str(source))
+        reader, numbers = TrackReader(container, track, str(source)), FrameNumbers(*track.frames_by_packet())
         convert = Upright(track.turn, size)
         for run in _runs(track, wanted):
             num_decoded += run.stop - run.start
             missing = set(run.frames)
-            for number, picture in _pictures(reader, track, run):
+            for number, picture in _pictures(reader, track, numbers, run):
                 if number in missing:
                     missing.remove(number)
                     distinct[row_of[number]] = convert(picture)
@@ -97,24 +113,23 @@ def _runs(track: VideoTrack, wanted: np.ndarray) -> list[Run]:
     return runs
 
 
-def _pictures(reader: TrackReader, track: VideoTrack, run: Run) -> Iterator[tuple[int, av.VideoFrame]]:
+def _pictures(
+    reader: TrackReader, track: VideoTrack, numbers: FrameNumbers, run: Run
+) -> Iterator[tuple[int, av.VideoFrame]]:
     """Yield (frame number, picture) of a run.
 
     Each packet carries its frame's number through the decoder in place of its pts, so that no container's or
     decoder's idea of time can mix frames up. Counted tracks number what comes out.
     """
-    frame_of = np.full(len(track.sizes), -1, dtype=np.int64)
-    frame_of[track.packet] = np.arange(track.num_frames)
     reader.go_to(run.start)
     decoder = reader.decoder
     decoder.flush_buffers()
-    counted = int(track.entry_frames[np.searchsorted(track.entry_packets, run.start)])
+    counted = track.entry_frames[int(track.entry_packets.searchsorted(run.start))]
     for number in range(run.start, run.stop + 1):
         packet = None
         if number < run.stop:
             packet = reader.read()
-            packet.pts = int(frame_of[number]) if frame_of[number] >= 0 else None
-            packet.dts = None
+            packet.pts, packet.dts = numbers.of(number), None
         try:
             pictures = decoder.decode(packet)
         except av.error.FFmpegError:

@@ -174,11 +174,11 @@ class Placement:
         if frame.pts is not None and frame.pts >> TAG_BITS != self.packet:
             is_first = self.packet < 0
             self.packet, self.used = frame.pts >> TAG_BITS, 0
-            due = int(self.track.position[self.packet])
+            due = self.track.position[self.packet]
             if self.track.exact or is_first or abs(due - self.cursor) > JOIN_TOLERANCE * self.track.rate:
                 self.cursor = due
         if self.track.exact:
-            samples = samples[: max(0, int(self.track.count[self.packet]) - self.used)]
+            samples = samples[: max(0, self.track.count[self.packet] - self.used)]
         position = self.cursor
         self.used += len(samples)
         self.cursor += len(samples)
