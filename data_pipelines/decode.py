@@ -21,6 +21,8 @@ from data_pipelines.track_reader import TrackReader
 
 BACKGROUND = 255  # white, as a page
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
+SKIP_UNREFERRED = ("h264", "hevc", "mpeg1video", "mpeg2video", "mpeg4")
+"""Codecs whose decoders can be told, packet by packet, to leave out a picture that no other refers to."""
 FILTER = (
     Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT | Interpolation.BITEXACT
 )  # fmt: skip
@@ -119,17 +121,22 @@ def _pictures(
     """Yield (frame number, picture) of a run.
 
     Each packet carries its frame's number through the decoder in place of its pts, so that no container's or
-    decoder's idea of time can mix frames up. Counted tracks number what comes out.
+    decoder's idea of time can mix frames up. Counted tracks number what comes out. Pictures that are neither wanted nor
+    referred to by others are left out by the decoder, which changes no bit of those wanted.
     """
     reader.go_to(run.start)
-    decoder = reader.decoder
+    decoder, wanted = reader.decoder, frozenset(run.frames)
+    may_skip = track.codec in SKIP_UNREFERRED and not track.counted
     decoder.flush_buffers()
     counted = track.entry_frames[int(track.entry_packets.searchsorted(run.start))]
     for number in range(run.start, run.stop + 1):
         packet = None
         if number < run.stop:
             packet = reader.read()
-            packet.pts, packet.dts = numbers.of(number), None
+            frame = numbers.of(number)
+            packet.pts, packet.dts = frame, None
+            if may_skip:
+                decoder.skip_frame = "DEFAULT" if frame is None or frame in wanted else "NONREF"
         try:
             pictures = decoder.decode(packet)
         except av.error.FFmpegError:
