@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from data_pipelines.container import ClipIndex
 from data_pipelines.decode import decode_frames, decode_image
 from data_pipelines.media import MediaFile
-from data_pipelines.sound import decode_audio
+from data_pipelines.sound import decode_audio, packets_needed
 from mmcp.sequence import Unit
 
 SOUND_RUN = 64  # windows decoded at once: a minute of one-second windows, 4 MB of samples
@@ -41,6 +42,22 @@ def decode_units(
         else:
             arrays, notes = _sound(file, index, units, log_mel, needed)
     return {"seconds": time.perf_counter() - began, "frames": frames, "notes": notes}, arrays
+
+
+def excerpt(kind: str, index: ClipIndex, units: Sequence[Unit], needed: Needed) -> ClipIndex:
+    """What of an index `decode_units` needs for some units of one track: the other track and other stretches go.
+
+    An hour's index is a megabyte; a job travels to its worker with a few kilobytes of it.
+    """
+    if kind == "video":
+        assert index.video is not None, "a clip without pictures has no frame groups"
+        start, stop = min(unit.decode[0] for unit in units), max(unit.decode[1] for unit in units)
+        return replace(index, video=index.video.window(start, stop), audio=None)
+    assert index.audio is not None, "a clip without sound has no windows"
+    begin, end = index.audio_samples
+    spans = [needed(unit.items[0] - begin, end - begin, frames=unit.size[0]) for unit in units]
+    low, high = min(low for low, _ in spans), max(high for _, high in spans)
+    return replace(index, video=None, audio=index.audio.window(*packets_needed(index.audio, low, high)))
 
 
 def _video(file: MediaFile, index: ClipIndex, units: Sequence[Unit]) -> tuple[list[np.ndarray], int, list[str]]:

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from data_pipelines.clip import Rules, build_sequence
-from data_pipelines.decode_units import decode_units
+from data_pipelines.decode_units import decode_units, excerpt
 from data_pipelines.examine import Media
 from data_pipelines.loader import Job, Loaded, Loader
 from data_pipelines.manifest import Sample
@@ -153,12 +153,13 @@ class Pipeline:
             for start in range(0, len(numbers), JOB_UNITS):
                 part = numbers[start : start + JOB_UNITS]
                 own = [sequence.units[unit] for unit in part]
+                clip = None if media.clip is None else excerpt(kind, media.clip, own, needed)
                 mel = partial(log_mel_raw, bins=self.config.model.audio.bins)
                 yield Job(
                     UnitJob(row, document, tuple(part)),
                     step.documents[row][document].sample.id,
                     decode_units,
-                    (kind, media.file, media.clip, own, mel, needed),
+                    (kind, media.file, clip, own, mel, needed),
                 )
 
 
