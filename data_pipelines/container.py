@@ -10,7 +10,7 @@ of a frame = pts x time base - origin, exactly. Picture and sound share it.
 """
 
 import json
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
 from typing import Any
@@ -64,6 +64,8 @@ class VideoTrack:
     """Width of a pixel / its height."""
     turn: tuple[bool, bool, bool]
     """What makes a decoded picture upright: transpose, then mirror left-right, then mirror top-bottom."""
+    pixels: str = "unknown"
+    """FFmpeg's name of the format of a decoded picture."""
 
     def __post_init__(self):
         _store_columns(self)
@@ -287,7 +289,7 @@ def _place(column: Column, value: int) -> int | None:
 
 def _fields(record: StreamInfo | VideoTrack | AudioTrack) -> dict:
     """The fields of a record as JSON values; those that follow from others are left out."""
-    stored = (name for name, field in record.__dataclass_fields__.items() if field.default is MISSING)
+    stored = (name for name in record.__dataclass_fields__ if name != "num_samples")
     return {name: _to_value(getattr(record, name)) for name in stored}
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from data_pipelines.container import ClipIndex
-from data_pipelines.decode import decode_frames, decode_image
+from data_pipelines.decode import decode_image
+from data_pipelines.decord_frames import BACKENDS
 from data_pipelines.media import MediaFile
 from data_pipelines.sound import decode_audio, packets_needed
 from mmcp.sequence import Unit
@@ -23,10 +24,19 @@ Needed = Callable[..., tuple[int, int]]
 
 
 def decode_units(
-    kind: str, file: MediaFile, index: ClipIndex | None, units: Sequence[Unit], log_mel: LogMel, needed: Needed
+    kind: str,
+    file: MediaFile,
+    index: ClipIndex | None,
+    units: Sequence[Unit],
+    log_mel: LogMel,
+    needed: Needed,
+    *,
+    backend: str = "pyav",
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
     """Decode units of one kind from one file, in order.
 
+    index:   of the file, or an excerpt of it
+    backend: reads the pictures of a video; what `backend_for` says of the whole index
     Returns a header {"seconds", "frames", "notes"} (seconds spent, video frames decoded, damage found) and an array per
     unit: image [h, w, 3] and video [f, h, w, 3] uint8, audio [bins, frames] float32.
     Raises MediaError for a file that cannot be read.
@@ -38,7 +48,7 @@ def decode_units(
     else:
         assert index is not None, f"{file}: {kind} is decoded by its index"
         if kind == "video":
-            arrays, frames, notes = _video(file, index, units)
+            arrays, frames, notes = _video(file, index, units, backend)
         else:
             arrays, notes = _sound(file, index, units, log_mel, needed)
     return {"seconds": time.perf_counter() - began, "frames": frames, "notes": notes}, arrays
@@ -60,12 +70,14 @@ def excerpt(kind: str, index: ClipIndex, units: Sequence[Unit], needed: Needed) 
     return replace(index, video=None, audio=index.audio.window(*packets_needed(index.audio, low, high)))
 
 
-def _video(file: MediaFile, index: ClipIndex, units: Sequence[Unit]) -> tuple[list[np.ndarray], int, list[str]]:
+def _video(
+    file: MediaFile, index: ClipIndex, units: Sequence[Unit], backend: str
+) -> tuple[list[np.ndarray], int, list[str]]:
     arrays, decoded, notes = [], 0, []
     for size, run in groupby(units, key=lambda unit: unit.size[1:]):
         group = list(run)
         wanted = sorted({frame for unit in group for frame in unit.items})
-        found = decode_frames(file, index, wanted, size)
+        found = BACKENDS[backend](file, index, wanted, size)
         place = {frame: i for i, frame in enumerate(wanted)}
         arrays += [found.pixels[[place[frame] for frame in unit.items]] for unit in group]
         decoded += found.num_decoded

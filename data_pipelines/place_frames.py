@@ -54,6 +54,7 @@ def place_frames(stream: av.VideoStream, format_name: str, packets: Packets, not
         coded=(packets.first.height, packets.first.width),
         aspect=Fraction(stream.sample_aspect_ratio or 1),
         turn=_turn(packets.first),
+        pixels=packets.first.format.name,
     )
 
 

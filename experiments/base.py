@@ -77,6 +77,8 @@ class DataConfig:
     """Decode workers of each rank."""
     prefetch: PositiveInt = 2
     """Steps planned and decoded ahead."""
+    backend: Literal["pyav", "decord"] = "pyav"
+    """Reads the pictures of videos; decord only where a clip's index proves that it gives the right frames."""
     deadline_s: PositiveFloat = 120.0
     """Seconds a decode job may take before its worker is killed and its sample counts as unreadable."""
 
