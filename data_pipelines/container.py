@@ -219,6 +219,12 @@ class ClipIndex:
         assert self.video is not None, "a file without pictures has no frames"
         return self.video.pts[frame] * self.video.time_base - self.origin
 
+    def frame_at(self, time: Fraction) -> int:
+        """Number of the frame that a player shows at a time; the first one before it begins, the last after it ends."""
+        assert self.video is not None, "a file without pictures has no frames"
+        shown = self.video.pts.searchsorted((time + self.origin) // self.video.time_base, side="right")
+        return max(0, int(shown) - 1)
+
     @property
     def video_end(self) -> Fraction:
         """Seconds at which the last frame is no longer shown; 0 without pictures."""

@@ -30,7 +30,7 @@ class LoopedClip:
     """Pixels."""
     width: int = Field(default=1920, ge=16, multiple_of=2)
     """Pixels."""
-    group_of_pictures: PositiveInt = 60
+    group_of_pictures: PositiveInt = 240
     """Frames from one key frame to the next."""
     sample_rate: PositiveInt = 48000
     """Samples of sound a second."""

@@ -1,5 +1,6 @@
 """Jobs that tests give to decode workers; a worker imports them by name."""
 
+import ctypes
 import os
 import signal
 import time
@@ -19,8 +20,18 @@ def hang():
     time.sleep(1000)
 
 
+def hang_in_native_code():
+    """Never come back, and hold the interpreter's lock meanwhile."""
+    ctypes.PyDLL(None).sleep(1000)
+
+
 def crash():
     os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def crash_in_native_code():
+    """Read address 0."""
+    ctypes.string_at(0)
 
 
 def slow(step):
