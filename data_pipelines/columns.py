@@ -39,7 +39,7 @@ class Column:
         exact = np.asarray(values, dtype=np.int64).reshape(-1)
         if len(exact) > 1:
             steps = np.diff(exact)
-            starts = np.flatnonzero(np.diff(steps, prepend=steps[0] - 1))
+            starts = np.flatnonzero(np.append(True, steps[1:] != steps[:-1]))
             if 2 * len(starts) <= len(exact):
                 return cls._of_steps(int(exact[0]), steps[starts], np.diff(starts, append=len(steps)))
         return cls(_narrow(exact))

@@ -18,12 +18,12 @@ from typing import Any
 import av
 import numpy as np
 
+from data_pipelines.container import ClipIndex
 from data_pipelines.decode import decode_frames
 from data_pipelines.demux import read_index
 from data_pipelines.media import as_media_file as media
 from data_pipelines.media import demux, open_container
 from data_pipelines.sound import decode_audio
-from data_pipelines.units import sampled_frames
 from encoders.mel import log_mel_raw, needed
 from mmcp.registry import Registry
 from mmcp.sequence import HOP, SAMPLE_RATE
@@ -33,10 +33,10 @@ PART_S = 60  # seconds of sound at a time
 BINS = 128
 
 
-def one_a_second(file: str, frames: int) -> tuple[Any, np.ndarray]:
-    """The index, and the first `frames` frames that a player shows at whole seconds."""
+def one_a_second(file: str, frames: int) -> tuple[ClipIndex, list[int]]:
+    """The index, and the frames that a player shows at the first `frames` whole seconds."""
     index = read_index(file, need=("video",))
-    return index, sampled_frames(index.video, Fraction(1))[:frames]
+    return index, [index.frame_at(Fraction(second)) for second in range(frames)]
 
 
 @READERS.register("index")
@@ -50,6 +50,14 @@ def ours(file: str, *, frames: int, size: tuple[int, int], **_: Any) -> np.ndarr
     """Index the file, decode, resize and drop one by one."""
     index, numbers = one_a_second(file, frames)
     return decode_frames(file, index, numbers, size).pixels
+
+
+@READERS.register("mmcp, spread")
+def ours_spread(file: str, *, frames: int, size: tuple[int, int], **_: Any) -> np.ndarray:
+    """Frames evenly spread over the whole file."""
+    index = read_index(file, need=("video",))
+    times = [index.duration * number / frames for number in range(frames)]
+    return decode_frames(file, index, [index.frame_at(time) for time in times], size).pixels
 
 
 @READERS.register("mmcp through decord")
@@ -107,7 +115,7 @@ def torchcodec_native(file: str, *, frames: int, **_: Any) -> np.ndarray:
 @READERS.register("mmcp, log-mel in parts")
 def mel_in_parts(file: str, *, seconds: int, **_: Any) -> np.ndarray:
     """Log-mel of noise, a minute at a time, from a waveform that lies in a file."""
-    samples = np.load(file, mmap_mode="r")
+    samples = np.load(file, mmap_mode="r")[: seconds * SAMPLE_RATE]
     total = len(samples)
     result = np.empty((BINS, total // HOP), dtype=np.float32)
     for first in range(0, total, PART_S * SAMPLE_RATE):
@@ -127,12 +135,26 @@ def mel_whole(file: str, *, seconds: int, **_: Any) -> np.ndarray:
     from transformers import WhisperFeatureExtractor
 
     extractor = WhisperFeatureExtractor(feature_size=BINS, chunk_length=seconds)
-    found = extractor(np.load(file), sampling_rate=SAMPLE_RATE, return_tensors="np", padding="longest")
+    found = extractor(
+        np.load(file)[: seconds * SAMPLE_RATE], sampling_rate=SAMPLE_RATE, return_tensors="np", padding="longest"
+    )
     return found["input_features"][0]
 
 
+@READERS.register("log-mel difference")
+def mel_difference(file: str, *, seconds: int, **_: Any) -> np.ndarray:
+    """The largest difference between parts and transformers' own float64 transform of the whole."""
+    from transformers import WhisperFeatureExtractor
+
+    samples = np.load(file)[: seconds * SAMPLE_RATE].astype(np.float64)
+    theirs = WhisperFeatureExtractor(feature_size=BINS)._np_extract_fbank_features(samples[None], "cpu")[0]
+    ours = mel_in_parts(file, seconds=seconds)
+    assert ours.shape == theirs.shape, f"{ours.shape} of ours, {theirs.shape} of theirs"
+    return np.abs(ours - theirs).max()
+
+
 @READERS.register("mmcp, sound in parts")
-def sound_in_parts(file: str, *, seconds: int, **_: Any) -> np.ndarray:
+def sound_in_parts(file: str, **_: Any) -> np.ndarray:
     """Decode the sound a minute at a time; what is returned is the loudness of each minute."""
     index = read_index(file, need=("audio",))
     begin, end = index.audio_samples
@@ -184,16 +206,17 @@ def measured(name: str, file: Path, **settings: Any) -> dict[str, Any]:
 
 def measure_here(read: Callable[..., Any], file: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Run a reader in this process, after a first short run that imports what it needs."""
-    warm = {**settings, "frames": 1} if "frames" in settings else settings
-    if "frames" in settings:
-        read(file, **warm)
+    short: dict[str, Any] = {name: 1 for name in ("frames", "seconds") if name in settings}
+    if short:
+        read(file, **{**settings, **short})
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _status("VmRSS")
     began, cpu = time.perf_counter(), _cpu()
     result = read(file, **settings)
     seconds, cpu = time.perf_counter() - began, _cpu() - cpu
-    size = result.nbytes if isinstance(result, np.ndarray) else 0
-    return {"seconds": seconds, "cpu_s": cpu, "peak_mb": _status("VmHWM") - before, "result_mb": size / 1e6}
+    size = result.nbytes if isinstance(result, np.ndarray | np.generic) else 0
+    taken = {"seconds": seconds, "cpu_s": cpu, "peak_mb": _status("VmHWM") - before, "result_mb": size / 1e6}
+    return {**taken, "value": float(result)} if np.ndim(result) == 0 and size else taken
 
 
 def _status(field: str) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import av
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from mmcp.config import config
 
@@ -23,29 +23,33 @@ class LoopedClip:
     """What the clip is like."""
 
     seconds: PositiveInt = 3600
-    round_s: PositiveInt = 8
+    round_s: PositiveInt = 24
     """Seconds that are encoded; `seconds` is cut to whole rounds."""
-    frames_per_second: PositiveInt = 30
+    frames_per_second: PositiveInt = 10
     height: int = Field(default=1080, ge=16, multiple_of=2)
     """Pixels."""
     width: int = Field(default=1920, ge=16, multiple_of=2)
     """Pixels."""
     group_of_pictures: PositiveInt = 240
     """Frames from one key frame to the next."""
-    sample_rate: PositiveInt = 48000
-    """Samples of sound a second."""
+    moving: float = Field(default=0.1, ge=0, le=1)
+    """Share of the picture that moves: a tenth as in a lecture, all as from a moving camera."""
+    sample_rate: NonNegativeInt = 48000
+    """Samples of sound a second; 0: no sound."""
 
     def __post_init__(self):
         if self.round_s * self.sample_rate % AAC_FRAME:
             raise ValueError(
                 f"rounds of {self.round_s} s at {self.sample_rate} Hz are not whole frames of {AAC_FRAME} samples; "
-                "use round_s=8 with sample_rate=48000"
+                "use round_s=24 with sample_rate=48000"
             )
 
     @property
     def name(self) -> str:
         """All that decides the clip, as the name of a file."""
-        picture = f"{self.width}x{self.height}_{self.frames_per_second}fps_gop{self.group_of_pictures}"
+        picture = (
+            f"{self.width}x{self.height}_{self.frames_per_second}fps_gop{self.group_of_pictures}_moving{self.moving:g}"
+        )
         return f"{self.seconds}s_rounds_of_{self.round_s}s_{picture}_{self.sample_rate}hz.mp4"
 
 
@@ -66,12 +70,14 @@ def _write(clip: LoopedClip, file: Path) -> None:
         picture = container.add_stream("libx264", rate=clip.frames_per_second, options=speed)
         picture.width, picture.height, picture.pix_fmt = clip.width, clip.height, "yuv420p"
         picture.gop_size = clip.group_of_pictures
-        sound = container.add_stream("aac", rate=clip.sample_rate, layout="stereo")
         shown = [packet for frame in _frames(clip) for packet in picture.encode(frame)] + picture.encode(None)
-        heard = [packet for second in range(3 * clip.round_s) for packet in sound.encode(_sound(clip, second))]
-        length = clip.round_s * clip.sample_rate
-        heard = [packet for packet in heard if length <= (packet.pts or 0) < 2 * length]  # no join is at an end
-        rounds = [(picture, shown, 0), (sound, heard, -length)]
+        rounds: list[tuple] = [(picture, shown, 0)]
+        if clip.sample_rate:
+            sound = container.add_stream("aac", rate=clip.sample_rate, layout="stereo")
+            heard = [packet for second in range(3 * clip.round_s) for packet in sound.encode(_sound(clip, second))]
+            length = clip.round_s * clip.sample_rate
+            heard = [packet for packet in heard if length <= (packet.pts or 0) < 2 * length]  # no join is at an end
+            rounds.append((sound, heard, -length))
         for number in range(clip.seconds // clip.round_s):
             for stream, packets, shift in rounds:
                 for stored in packets:
@@ -89,14 +95,16 @@ def _again(stored: av.Packet, stream: av.stream.Stream, seconds: int, shift: int
 
 
 def _frames(clip: LoopedClip) -> Iterator[av.VideoFrame]:
-    """Yield the frames of a round: a texture that moves, and a white bar for the second."""
+    """Yield the frames of a round: a texture that moves on the left, and a white bar for the second."""
+    moving = round(clip.width * clip.moving)
     y, x = np.mgrid[: clip.height, : 2 * clip.width]
     waves = np.sin(2 * np.pi * (x / clip.width * 4 + np.sin(y / 90))) + np.sin(y / 57)
     texture = (126 + 40 * waves).astype(np.uint8)
     for number in range(clip.round_s * clip.frames_per_second):
         planes = np.full((clip.height * 3 // 2, clip.width), 128, dtype=np.uint8)
         shift = number * 4 % clip.width
-        planes[: clip.height] = texture[:, shift : shift + clip.width]
+        planes[: clip.height] = texture[:, : clip.width]
+        planes[: clip.height, :moving] = texture[:, shift : shift + moving]
         bar = number // clip.frames_per_second * clip.width // clip.round_s
         planes[: clip.height // 4, bar : bar + clip.width // clip.round_s] = 235
         frame = av.VideoFrame.from_ndarray(planes, format="yuv420p")

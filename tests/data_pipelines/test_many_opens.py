@@ -14,10 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from data_pipelines.decode import decode_frames, decode_image
-from data_pipelines.demux import read_index
 from data_pipelines.media import MediaError
-from data_pipelines.sound import decode_audio
 from data_pipelines.workers import WorkerError, WorkerPool
 from tests.data_pipelines import worker_jobs
 
@@ -33,25 +30,13 @@ FILES = [
 ROUND = len(FILES)
 
 
-def use(path: Path) -> None:
-    """Do with a file what a run does with it; damaged ones raise in the middle."""
-    if path.suffix in (".jpg", ".png", ".gif"):
-        decode_image(str(path), (8, 8))
-        return
-    index = read_index(str(path))
-    if index.video is not None:
-        decode_frames(str(path), index, range(index.video.num_frames), (16, 24))
-    if index.audio is not None:
-        decode_audio(str(path), index, 0, 8000)
-
-
 def open_again_and_again(rounds: int, answers: multiprocessing.Queue) -> None:
     """Tell resident bytes and open descriptors after each round."""
     found = []
     for _ in range(rounds):
         for path in FILES:
             with contextlib.suppress(MediaError):
-                use(path)
+                worker_jobs.use_file(str(path))
         gc.collect()
         found.append((psutil.Process().memory_info().rss, len(os.listdir("/proc/self/fd"))))
     answers.put(found)
