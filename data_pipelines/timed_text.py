@@ -88,6 +88,16 @@ def read_embedded_cues(file: MediaFile, index: ClipIndex) -> tuple[Cue, ...]:
     return tuple(sorted(cues, key=lambda cue: cue.start))
 
 
+def cues_to_json(cues: tuple[Cue, ...]) -> list[list[str]]:
+    """[start, end, text] of each cue; times are exact."""
+    return [[str(cue.start), str(cue.end), cue.text] for cue in cues]
+
+
+def cues_from_json(data: list[list[str]]) -> tuple[Cue, ...]:
+    """Read what `cues_to_json` wrote."""
+    return tuple(Cue(start=Fraction(start), end=Fraction(end), text=text) for start, end, text in data)
+
+
 def plain_text(text: str) -> str:
     """Text without the markup of HTML, WebVTT and ASS, blanks joined."""
     return _without_overrides(TAGS.sub("", text))
