@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mmcp.report.outcome import Outcome
 
 BENCHES = {
+    "data": "experiments.bench_data:run",
     "loader": "experiments.bench_loader:run",
 }
 """Name -> `module:function`; it gets the settings written as key=value and returns an Outcome."""

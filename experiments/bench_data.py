@@ -1,6 +1,6 @@
 """Does our reader read an hour of 1080p in little memory and time, beside the readers others use?
 
-Run:     mmcp bench data [--json FILE] [key=value ...]         (an hour; some minutes on two idle cores)
+Run:     mmcp bench data [--json] [key=value ...]              (an hour; some minutes on two idle cores)
 Smoke:   mmcp bench data smoke=true                            (24 seconds of 180p, no requirement checked)
 Expect:  frames at one a second take at least 10 times less time and 40 times less memory than at native size in a
          float batch; log-mel in parts is at least 2 times faster than WhisperFeatureExtractor, takes 8 times less
@@ -12,7 +12,7 @@ held before. Readers that are not installed are listed as such.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,12 @@ class DataBench:
     """Take a small clip, and require nothing."""
 
 
-def run(settings: DataBench) -> Outcome:
+def run(overrides: Sequence[str] = ()) -> Outcome:
+    """Measure with the settings written as key=value."""
+    return bench(build(DataBench, Source(), list(overrides)))
+
+
+def bench(settings: DataBench) -> Outcome:
     """Write the clips, run every reader, and check what was measured."""
     if settings.smoke:
         small = replace(settings.heard, seconds=24)
@@ -183,12 +188,7 @@ def _ratios_table(ratios: dict[str, float]) -> Table:
     return table
 
 
-def main() -> int:
-    settings = build(DataBench, Source(), sys.argv[1:])
-    outcome = run(settings)
-    outcome.show(as_json=False)
-    return 0 if outcome.is_ok else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    outcome = run(sys.argv[1:])
+    outcome.show(as_json=False)
+    sys.exit(0 if outcome.is_ok else 1)
