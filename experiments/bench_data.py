@@ -112,13 +112,13 @@ def bench(settings: DataBench) -> Outcome:
 
 
 def noise(seconds: int, folder: Path) -> Path:
-    """Return a file of samples whose loudness changes from second to second; write it if it is not there."""
-    file = folder / f"noise_{seconds}s.npy"
+    """Return a file of float32 samples whose loudness changes from second to second; write it if it is not there."""
+    file = folder / f"noise_{seconds}s.f32"
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         draw = np.random.default_rng(0)
         loudness = draw.uniform(0.001, 0.3, (seconds, 1)).astype(np.float32)
-        np.save(file, (draw.standard_normal((seconds, SAMPLE_RATE), dtype=np.float32) * loudness).reshape(-1))
+        (draw.standard_normal((seconds, SAMPLE_RATE), dtype=np.float32) * loudness).tofile(file)
     return file
 
 

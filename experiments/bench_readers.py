@@ -114,14 +114,14 @@ def torchcodec_native(file: str, *, frames: int, **_: Any) -> np.ndarray:
 
 @READERS.register("mmcp, log-mel in parts")
 def mel_in_parts(file: str, *, seconds: int, **_: Any) -> np.ndarray:
-    """Log-mel of noise, a minute at a time, from a waveform that lies in a file."""
-    samples = np.load(file, mmap_mode="r")[: seconds * SAMPLE_RATE]
-    total = len(samples)
+    """Log-mel, a minute at a time, of a waveform that is read from its file in parts."""
+    total = seconds * SAMPLE_RATE
     result = np.empty((BINS, total // HOP), dtype=np.float32)
     for first in range(0, total, PART_S * SAMPLE_RATE):
         count = min(PART_S * SAMPLE_RATE, total - first) // HOP
         low, high = needed(first, total, frames=count)
-        part = log_mel_raw(np.array(samples[low:high]), first, total, frames=count, bins=BINS)
+        samples = np.fromfile(file, dtype=np.float32, count=high - low, offset=4 * low)
+        part = log_mel_raw(samples, first, total, frames=count, bins=BINS)
         result[:, first // HOP : first // HOP + count] = part
     np.maximum(result, result.max() - 8, out=result)
     result += 4
@@ -136,7 +136,10 @@ def mel_whole(file: str, *, seconds: int, **_: Any) -> np.ndarray:
 
     extractor = WhisperFeatureExtractor(feature_size=BINS, chunk_length=seconds)
     found = extractor(
-        np.load(file)[: seconds * SAMPLE_RATE], sampling_rate=SAMPLE_RATE, return_tensors="np", padding="longest"
+        np.fromfile(file, dtype=np.float32, count=seconds * SAMPLE_RATE),
+        sampling_rate=SAMPLE_RATE,
+        return_tensors="np",
+        padding="longest",
     )
     return found["input_features"][0]
 
@@ -146,7 +149,7 @@ def mel_difference(file: str, *, seconds: int, **_: Any) -> np.ndarray:
     """The largest difference between parts and transformers' own float64 transform of the whole."""
     from transformers import WhisperFeatureExtractor
 
-    samples = np.load(file)[: seconds * SAMPLE_RATE].astype(np.float64)
+    samples = np.fromfile(file, dtype=np.float32, count=seconds * SAMPLE_RATE).astype(np.float64)
     theirs = WhisperFeatureExtractor(feature_size=BINS)._np_extract_fbank_features(samples[None], "cpu")[0]
     ours = mel_in_parts(file, seconds=seconds)
     assert ours.shape == theirs.shape, f"{ours.shape} of ours, {theirs.shape} of theirs"
