@@ -135,13 +135,8 @@ def mel_whole(file: str, *, seconds: int, **_: Any) -> np.ndarray:
     from transformers import WhisperFeatureExtractor
 
     extractor = WhisperFeatureExtractor(feature_size=BINS, chunk_length=seconds)
-    found = extractor(
-        np.fromfile(file, dtype=np.float32, count=seconds * SAMPLE_RATE),
-        sampling_rate=SAMPLE_RATE,
-        return_tensors="np",
-        padding="longest",
-    )
-    return found["input_features"][0]
+    samples = np.fromfile(file, dtype=np.float32, count=seconds * SAMPLE_RATE)
+    return extractor(samples, sampling_rate=SAMPLE_RATE, return_tensors="np", padding="longest")["input_features"][0]
 
 
 @READERS.register("log-mel difference")
