@@ -132,20 +132,21 @@ def test_a_thousand_drawn_clips_fill_their_budget(first):
 
 def one_by_one(parts: list[Part], room: int) -> tuple[list[list[Cell]], int]:
     """Take upgrades from a list, one after the other, each looked up by hand."""
-    states = [{(part.level, cell): 0 for cell in range(part.num_cells(part.level))} for part in parts]
+    states = [{(part.level, cell): (0, -999) for cell in range(part.num_cells(part.level))} for part in parts]
     sizes = [dict.fromkeys(state, part.size) for part, state in zip(parts, states, strict=True)]
     used = sum(int(part.cost(part.level, part.size).sum()) for part in parts)
     while True:
         offers = []
         for number, part in enumerate(parts):
-            for (level, cell), stage in states[number].items():
+            for (level, cell), (stage, before) in states[number].items():
                 if stage < len(part.stages):
+                    key = max(before, part.stages[stage].key - (int(part.lead(level)[cell]) if part.lead else 0))
                     bits = max(0, part.num_cells(level) - 1).bit_length()
                     place = int(format(cell, f"0{bits}b")[::-1], 2) if bits else 0
-                    offers.append((part.stages[stage].key, number, stage, place, level, cell))
+                    offers.append((key, number, stage, place, level, cell))
         if not offers:
             break
-        _, number, stage, _, level, cell = min(offers)
+        key, number, stage, _, level, cell = min(offers)
         part, size = parts[number], sizes[number][level, cell]
         after = [(level, cell)]
         if part.stages[stage].splits:
@@ -156,7 +157,7 @@ def one_by_one(parts: list[Part], room: int) -> tuple[list[list[Cell]], int]:
             used -= sum(int(part.cost(l, new)[c]) for l, c in after) - int(part.cost(level, size)[cell])
             break
         del states[number][level, cell], sizes[number][level, cell]
-        states[number] |= dict.fromkeys(after, stage + 1)
+        states[number] |= dict.fromkeys(after, (stage + 1, key))
         sizes[number] |= dict.fromkeys(after, new)
     cells = [
         sorted((Cell(c << l, l, size) for (l, c), size in found.items() if size != ABSENT), key=lambda x: x.first)
@@ -183,7 +184,13 @@ def parts(draw):
         def tokens(level, size, leaves=leaves, stamps=stamps):
             return np.full(-(-leaves >> level), 2 * size + 1 + stamps)
 
-        found.append(Part(leaves=leaves, level=start[0], size=start[1], stages=tuple(stages), tokens=tokens))
+        step = draw(st.integers(1, 6))
+
+        def lead(level, leaves=leaves, step=step):
+            return np.arange(-(-leaves >> level)) * step % 7
+
+        part = Part(leaves=leaves, level=start[0], size=start[1], stages=tuple(stages), tokens=tokens)
+        found.append(replace(part, lead=lead) if draw(st.booleans()) else part)
     return found
 
 

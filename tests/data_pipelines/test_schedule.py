@@ -89,3 +89,8 @@ def test_memory_is_bounded_order_is_kept_and_nothing_waits_for_ever(
 def test_jobs_of_like_cost_start_in_their_order(costs, workers):
     _, _, starts = simulate(costs, workers=workers, prefetch=2, lookahead=9, step_time=5)
     assert [step for _, step, _ in starts] == sorted(step for _, step, _ in starts)
+
+
+def test_the_longest_job_of_a_step_starts_first():
+    done, _, starts = simulate([[10, 10, 10, 30]], workers=2, prefetch=1, lookahead=0, step_time=0)
+    assert done == 30 and starts[0][2] == 3

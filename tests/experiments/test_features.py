@@ -3,7 +3,9 @@
 Run: pytest tests/experiments/test_features.py
 """
 
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ from experiments.runtime import run_runner
 from experiments.train_video_lm import train_on
 from mmcp.config import ConfigError
 from mmcp.parallel.mesh import build_mesh
-from mmcp.training.kept import PartlyKept, encoder_digest, to_array, to_tensor
+from mmcp.sequence import Segment, TokenSequence, Unit
+from mmcp.training.kept import KeptUnits, PartlyKept, encoder_digest, to_array, to_tensor
+from mmcp.training.media import MediaInputs
 from mmcp.training.run_folder import open_run_folder
 from tests.training.tiny_run import tiny_settings
 
@@ -114,3 +118,26 @@ def test_nothing_to_keep_is_refused(tiny_shards, tmp_path):
     with pytest.raises(ConfigError, match="keeps features of frozen encoders, and none is frozen"):
         tiny_settings(tiny_shards, tmp_path, f"features.folder={tmp_path}")
     tiny_settings(tiny_shards, tmp_path, f"features.folder={tmp_path}", "parts.audio=0")
+
+
+def test_a_sound_is_scaled_by_its_loudest_window_though_that_is_kept():
+    units = tuple(
+        Unit(num_tokens=1, start=Fraction(i), end=Fraction(i + 1), grid=(1, 1, 1), size=(20,), items=(i, i + 1))
+        for i in range(2)
+    )
+    row = TokenSequence((Segment(kind="audio", source="a", units=units),))
+    plan = SimpleNamespace(calls=((("audio", ((0, 2),)),),), encode=(((0, 2),),))
+    seen = []
+    media = MediaInputs(
+        {"audio": SimpleNamespace(empty=lambda: torch.zeros(0, 2, 20))},
+        finish=lambda x, loudest: seen.append(loudest.tolist()) or x,
+        silence=-10.0,
+        reduce_max=lambda values: values,
+        device=torch.device("cpu"),
+        store=lambda *_: None,
+    )
+    kept = KeptUnits({0: np.zeros((1, 4), np.float32)}, {0: 3.0}, {1: "key"})
+    arrays = {1: np.full((2, 20), 1.0, np.float32)}
+    ((_, x, partly),) = media.calls(row, plan, rank=0, arrays=arrays, num_calls={"audio": 1}, kept=kept)
+    assert seen == [[3.0]] and x.shape == (1, 2, 20) and partly.loudest == [1.0] and partly.keys == ["key"]
+    assert partly.complete(torch.ones(1, 1, 4))[:, 0, 0].tolist() == [0.0, 1.0]

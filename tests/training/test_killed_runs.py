@@ -24,6 +24,7 @@ STEPS = 12
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_five_kills_lose_and_repeat_nothing(tiny_shards, tmp_path, rank_pool):
     overrides = ("mesh.ulysses=2", f"optim.total_steps={STEPS}", "train.checkpoint_every=1", "data.prefetch=3")
     whole = train_in(rank_pool, tiny_settings(tiny_shards, tmp_path / "whole", *overrides))
