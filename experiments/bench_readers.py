@@ -1,10 +1,10 @@
 """Ways to read frames and sound of a long clip, each measured in a process of its own: ours and those of others.
 
 A reader takes a file and returns what it read. `measured` runs one in a fresh process and returns its seconds of wall
-clock and CPU, and how much memory it took at its peak beyond what the process held before.
+clock and CPU, and how much memory it took at its peak beyond what the process held before. Packages that are only
+measured, and that nothing here depends on, are imported by name.
 """
 
-import importlib.util
 import json
 import resource
 import subprocess
@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Callable
 from fractions import Fraction
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +108,7 @@ def decord_resized(file: str, *, frames: int, size: tuple[int, int], **_: Any) -
 @READERS.register("torchcodec, float batch")
 def torchcodec_native(file: str, *, frames: int, **_: Any) -> np.ndarray:
     """get_frames_played_at at native size, exact mode; then a float batch."""
-    from torchcodec.decoders import VideoDecoder
-
-    decoder = VideoDecoder(file, num_ffmpeg_threads=1, seek_mode="exact")
+    decoder = import_module("torchcodec.decoders").VideoDecoder(file, num_ffmpeg_threads=1, seek_mode="exact")
     return _as_floats(decoder.get_frames_played_at(list(range(frames))).data.numpy())
 
 
@@ -132,9 +132,7 @@ def mel_in_parts(file: str, *, seconds: int, **_: Any) -> np.ndarray:
 @READERS.register("transformers, log-mel")
 def mel_whole(file: str, *, seconds: int, **_: Any) -> np.ndarray:
     """WhisperFeatureExtractor on the same waveform."""
-    from transformers import WhisperFeatureExtractor
-
-    extractor = WhisperFeatureExtractor(feature_size=BINS, chunk_length=seconds)
+    extractor = import_module("transformers").WhisperFeatureExtractor(feature_size=BINS, chunk_length=seconds)
     samples = np.fromfile(file, dtype=np.float32, count=seconds * SAMPLE_RATE)
     return extractor(samples, sampling_rate=SAMPLE_RATE, return_tensors="np", padding="longest")["input_features"][0]
 
@@ -142,10 +140,12 @@ def mel_whole(file: str, *, seconds: int, **_: Any) -> np.ndarray:
 @READERS.register("log-mel difference")
 def mel_difference(file: str, *, seconds: int, **_: Any) -> np.ndarray:
     """The largest difference between parts and transformers' own float64 transform of the whole."""
-    from transformers import WhisperFeatureExtractor
-
     samples = np.fromfile(file, dtype=np.float32, count=seconds * SAMPLE_RATE).astype(np.float64)
-    theirs = WhisperFeatureExtractor(feature_size=BINS)._np_extract_fbank_features(samples[None], "cpu")[0]
+    theirs = (
+        import_module("transformers")
+        .WhisperFeatureExtractor(feature_size=BINS)
+        ._np_extract_fbank_features(samples[None], "cpu")[0]
+    )
     ours = mel_in_parts(file, seconds=seconds)
     assert ours.shape == theirs.shape, f"{ours.shape} of ours, {theirs.shape} of theirs"
     return np.abs(ours - theirs).max()
@@ -187,7 +187,7 @@ def _by_average_rate(reader: Any, frames: int) -> list[int]:
 def why_not(name: str) -> str:
     """Why a reader cannot run here; empty when it can."""
     package = name.replace("mmcp through ", "").split(",")[0].lower()
-    if package in ("decord", "torchcodec", "transformers") and importlib.util.find_spec(package) is None:
+    if package in ("decord", "torchcodec", "transformers") and find_spec(package) is None:
         return f"{package} is not installed"
     return ""
 
