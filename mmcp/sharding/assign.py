@@ -1,8 +1,8 @@
-"""Which rank decodes and encodes each unit: one run of units a rank where that is even, else ranks exchange chunks.
+"""Which rank decodes and encodes each unit: one run of units a rank where that is even, else units move.
 
 A run alone evens out costs that follow each other (a steady clip): every rank then reads one span beside its tokens.
-Where they do not (resolution that follows the scene: dear units, cheap frames), ranks exchange chunks of their spans
-until decoding, encoding and memory are even at once. Integers throughout, ties by index.
+Where they do not (dear units with cheap frames, groups of pictures as long as a rank's share), units move between ranks
+from several starts until decoding, encoding and memory are even at once. Integers throughout, ties by index.
 """
 
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from itertools import combinations, product
 import numpy as np
 
 from mmcp.sharding.cost import RowCosts
-from mmcp.sharding.cut import cut_runs, shared_decoding
-from mmcp.sharding.donate import donate
+from mmcp.sharding.cut import cut_runs
 from mmcp.sharding.evenness import Evenness
-from mmcp.sharding.exchange import SCALE, Exchange
-from mmcp.sharding.ranges import Ranges, even_bounds, part_of
+from mmcp.sharding.groups import Groups, latest_first, whole_groups
+from mmcp.sharding.ranges import Ranges, part_of
+from mmcp.sharding.refine import Refine
 
-CHUNKINGS = ((0, True), (12, True), (16, False))
-"""What is tried in turn: chunks per rank (0: whole streams), and whether chunks keep groups of pictures whole."""
+FEW_ROUTED = 25
+"""Percent of the rows that may be routed before other layouts are tried."""
 FEW_MOVES = 256
 """Rows with at most this many (unit, rank) pairs are improved unit by unit at the end."""
 MOST_PAIRS = 1024
@@ -39,8 +39,30 @@ def assign_units(costs: RowCosts, tokens: tuple[Ranges, ...], starts: np.ndarray
     order = _in_token_order(holders, ranks)
     turns = np.argsort(order)[holders]
     targets = np.cumsum(np.bincount(turns, minlength=ranks))[:-1]
-    parts = _exchanged(evenness, donate(evenness, order[cut_runs(evenness, targets)]))
+    parts = _evened(evenness, order[cut_runs(evenness, targets)], holders)
     return _nearest_ranks(parts, holders, costs.rows, ranks)[parts]
+
+
+def _evened(evenness: Evenness, runs: np.ndarray, holders: np.ndarray) -> np.ndarray:
+    """Move units until every cost is even, from runs or from layouts that keep groups of pictures whole."""
+    costs = evenness.costs
+    best, least = runs, (evenness.score(runs), routed_percent(costs, runs, holders))
+    if not any(least[0]):
+        return best
+    groups = Groups(costs)
+    for start in (whole_groups(evenness, groups, holders), runs, latest_first(evenness, groups)):
+        if start is None or (not any(least[0]) and least[1] <= FEW_ROUTED):
+            continue
+        parts = Refine(evenness, groups, start, holders).run()
+        score = evenness.score(parts), routed_percent(costs, parts, holders)
+        if score < least:
+            best, least = parts, score
+    return _polish(evenness, best) if evenness.costs.num_units * evenness.num_ranks <= FEW_MOVES else best
+
+
+def routed_percent(costs: RowCosts, ranks: np.ndarray, holders: np.ndarray) -> int:
+    """Percent of the embedding rows that leave the rank that makes them, units taken to lie where they start."""
+    return int(costs.rows[ranks != holders].sum()) * 100 // max(1, int(costs.rows.sum()))
 
 
 def _in_token_order(holders: np.ndarray, ranks: int) -> np.ndarray:
@@ -49,21 +71,6 @@ def _in_token_order(holders: np.ndarray, ranks: int) -> np.ndarray:
     counts = np.bincount(holders, minlength=ranks)
     middle = np.minimum(np.cumsum(counts) - counts + counts // 2, len(units) - 1)
     return np.argsort(np.where(counts > 0, units[middle], len(units)), kind="stable")
-
-
-def _exchanged(evenness: Evenness, home: np.ndarray) -> np.ndarray:
-    """Exchange chunks from `home` on until every cost is even, or as even as found."""
-    costs, ranks = evenness.costs, evenness.num_ranks
-    best, least = home, evenness.score(home)
-    for chunks_per_rank, is_whole in CHUNKINGS:
-        if least[1] == 0:
-            return best
-        chunks = _chunks(costs, ranks, chunks_per_rank, is_whole=is_whole)
-        parts = donate(evenness, _exchange(evenness, chunks, home))
-        score = evenness.score(parts)
-        if score < least:
-            best, least = parts, score
-    return _polish(evenness, best) if costs.num_units * ranks <= FEW_MOVES else best
 
 
 def _nearest_ranks(parts: np.ndarray, holders: np.ndarray, rows: np.ndarray, ranks: int) -> np.ndarray:
@@ -80,68 +87,11 @@ def _nearest_ranks(parts: np.ndarray, holders: np.ndarray, rows: np.ndarray, ran
     return chosen
 
 
-def _chunks(costs: RowCosts, num_ranks: int, chunks_per_rank: int, *, is_whole: bool) -> np.ndarray:
-    """Number the units [u] by chunk: runs of one stream, of about equal cost.
-
-    is_whole: cut only where no frame is decoded twice, however uneven the chunks
-    """
-    order = np.argsort(costs.streams, kind="stable")
-    shared = shared_decoding(costs, order)
-    frames = costs.spans[order, 1] - costs.spans[order, 0]
-    decoding = costs.output_ns[order] + np.maximum(frames * costs.frame_ns[order] - shared, 0)
-    table = Evenness(costs, 1).scale(np.stack([costs.flops[order], decoding, costs.bytes[order]], axis=1))
-    weight = np.concatenate([[0], np.cumsum(table.sum(axis=1))])
-    parts = max(1, num_ranks * chunks_per_rank)
-    slack = int(weight[-1]) if is_whole else int(weight[-1]) // parts // 2
-    cuts = _snap(weight, _cheap(costs, np.append(shared, 0), num_ranks), parts=parts, slack=slack)
-    starts = np.diff(costs.streams[order], prepend=-1) != 0
-    starts[cuts[cuts < len(starts)]] = True
-    chunks = np.empty_like(order)
-    chunks[order] = np.cumsum(starts) - 1
-    return chunks
-
-
-def _cheap(costs: RowCosts, prices: np.ndarray, parts: int) -> np.ndarray:
-    """Places where a cut costs at most a hundredth of an even share of decoding."""
-    return np.flatnonzero(prices <= costs.least_decoding[0] // (100 * parts))
-
-
-def _snap(weight: np.ndarray, cheap: np.ndarray, *, parts: int, slack: int) -> np.ndarray:
-    """Cut into parts as equal as units allow; up to `slack` off where a cheap place is that near.
-
-    weight: [u + 1] int64, ascending  the weight before each unit, then the total
-    returns [parts - 1] int64, ascending: the unit before which each cut goes
-    """
-    targets = np.array(even_bounds(int(weight[-1]), parts)[1:-1], dtype=np.int64)
-    nearest = _nearest(weight, targets)
-    cheap = cheap[_nearest(weight[cheap], targets)]
-    return np.maximum.accumulate(np.where(np.abs(weight[cheap] - targets) <= slack, cheap, nearest))
-
-
-def _nearest(ascending: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Index of the entry of `ascending` nearest to each target; the lower one on ties."""
-    above = np.searchsorted(ascending, targets).clip(0, len(ascending) - 1)
-    below = np.maximum(above - 1, 0)
-    return np.where(targets - ascending[below] <= ascending[above] - targets, below, above)
-
-
-def _exchange(evenness: Evenness, chunks: np.ndarray, home: np.ndarray) -> np.ndarray:
-    """Start each chunk on the rank of its middle unit and exchange chunks; return the rank of each unit."""
-    units = np.argsort(chunks, kind="stable")
-    counts = np.bincount(chunks)
-    middle = units[np.cumsum(counts) - counts + counts // 2]
-    rows = np.zeros(len(counts), dtype=np.int64)
-    np.add.at(rows, chunks, evenness.costs.rows)
-    rows = rows * evenness.num_ranks * SCALE // max(1, int(rows.sum()))
-    weights = evenness.loads(chunks, len(counts))
-    return Exchange(weights, home[middle], evenness.num_ranks, even=evenness.even, rows=rows).run()[chunks]
-
-
 def _polish(evenness: Evenness, ranks: np.ndarray) -> np.ndarray:
     """Move few units, at what each move truly costs, while one helps: in a row of few units seeks weigh much."""
     best, least = ranks, evenness.score(ranks)
     improved = True
-    while improved and least[1]:
+    while improved and any(least):
         improved = False
         for moved in _moves(best, evenness.num_ranks):
             score = evenness.score(moved)

@@ -1,13 +1,19 @@
 """Our strategy: decoding, encoding, tokens, attention, label rows and memory even at once, rows routed where needed."""
 
+import numpy as np
+
 from mmcp.sequence import TokenSequence
-from mmcp.sharding.assign import assign_units
+from mmcp.sharding.assign import FEW_ROUTED, assign_units, routed_percent
 from mmcp.sharding.cost import RowCosts
 from mmcp.sharding.layout import STRATEGIES, UNCAPPED, Shape, complete, even_scorers, num_ranks
+from mmcp.sharding.members import head_and_body, lighten
 from mmcp.sharding.needs import FREE, Needs
 from mmcp.sharding.plan import ShardPlan
-from mmcp.sharding.ranges import by_rank, part_of
+from mmcp.sharding.ranges import Ranges, by_rank, part_of, union
 from mmcp.sharding.ring_tokens import lay_tokens
+
+EVEN_BYTES = (104, 100)
+"""Resident bytes over an even share above which tokens are cut anew, as a fraction."""
 
 
 @STRATEGIES.register("balanced")
@@ -16,11 +22,34 @@ def balanced(
 ) -> ShardPlan:
     """Even out every cost at once; a unit is encoded near its tokens where that keeps the work even."""
     ranks = num_ranks(mesh)
-    tokens = lay_tokens(sequence.document_bounds, mesh, costs, needs)
-    encoders = assign_units(costs, tokens, sequence.unit_ranges[:, 0], unit_cap=_unit_cap(costs, ranks, cap))
+    tokens, encoders = _laid(sequence, mesh, costs, needs, unit_cap=_unit_cap(costs, ranks, cap))
+    units = np.zeros(ranks, dtype=np.int64)
+    np.add.at(units, encoders, costs.bytes)
+    share = costs.num_tokens // ranks * costs.model.token_bytes
+    if (int(units.max()) + share) * ranks * EVEN_BYTES[1] > costs.total_bytes * EVEN_BYTES[0]:
+        tokens = lighten(costs, tokens, units, mesh[1])
     scorers = even_scorers(part_of(tokens, sequence.label_positions), ranks)
     encode = by_rank(encoders, ranks)
     return complete(sequence, mesh, costs, strategy="balanced", tokens=tokens, encode=encode, scorers=scorers, cap=cap)
+
+
+def _laid(
+    sequence: TokenSequence, mesh: Shape, costs: RowCosts, needs: Needs, *, unit_cap: int
+) -> tuple[tuple[Ranges, ...], np.ndarray]:
+    """Lay tokens and assign units: the tokens of each rank, and [u] int64, the rank of each unit."""
+    starts = sequence.unit_ranges[:, 0]
+    tokens = lay_tokens(sequence.document_bounds, mesh, costs, needs)
+    encoders = assign_units(costs, tokens, starts, unit_cap=unit_cap)
+    routed = routed_percent(costs, encoders, part_of(tokens, starts))
+    if routed <= FEW_ROUTED:
+        return tokens, encoders
+    groups = tuple(union(tokens[first : first + mesh[1]]) for first in range(0, len(tokens), mesh[1]))
+    mixed = head_and_body(groups, mesh[1], int(starts[0]))
+    if max(map(len, mixed)) > needs.max_ranges:
+        return tokens, encoders
+    other = assign_units(costs, mixed, starts, unit_cap=unit_cap)
+    is_better = routed_percent(costs, other, part_of(mixed, starts)) < routed
+    return (mixed, other) if is_better else (tokens, encoders)
 
 
 def _unit_cap(costs: RowCosts, ranks: int, cap: int) -> int:

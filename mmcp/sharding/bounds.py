@@ -26,7 +26,7 @@ class Bounds:
     attention_flops: int
     label_rows: int
     bytes: int
-    """When no rank holds more than EVEN_ENOUGH of its share of the tokens."""
+    """When no rank holds more than EVEN_ENOUGH of its share of the tokens, nor scores more of the label rows."""
     frames: int
     """Video frames that all ranks together decode when no rank encodes more than EVEN_ENOUGH of its share."""
     step_ns: int
@@ -90,11 +90,16 @@ def whole_groups(costs: RowCosts) -> np.ndarray:
 
 
 def _bytes(costs: RowCosts, ranks: int) -> int:
-    """Bound the busiest rank: an even share, or the units that must lie together beside the fewest tokens."""
+    """Bound the busiest rank: an even share, or the units that must lie together beside the fewest tokens, or, where
+    units are fewer than ranks, an even share of what ranks without units cannot take."""
     most_tokens = -(-costs.num_tokens // ranks) * EVEN_ENOUGH[0] // EVEN_ENOUGH[1]
     fewest_tokens = max(0, costs.num_tokens - (ranks - 1) * most_tokens)
     units = busiest(costs.bytes, int(costs.bytes.sum()), ranks)
-    return max(-(-costs.total_bytes // ranks), units + fewest_tokens * costs.model.token_bytes)
+    most_labels = -(-costs.num_labels // ranks) * EVEN_ENOUGH[0] // EVEN_ENOUGH[1] + 1
+    without = max(0, ranks - costs.num_units)
+    elsewhere = without * (most_tokens * costs.model.token_bytes + most_labels * costs.model.label_bytes)
+    left = -(-max(0, costs.total_bytes - elsewhere) // (ranks - without)) if ranks > without else 0
+    return max(-(-costs.total_bytes // ranks), units + fewest_tokens * costs.model.token_bytes, left)
 
 
 def _groups(costs: RowCosts) -> tuple[np.ndarray, np.ndarray]:

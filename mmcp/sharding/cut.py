@@ -9,8 +9,7 @@ bisection in turn; among the chains within them, each cut goes as near as it can
 import numpy as np
 
 from mmcp.sharding.cost import RowCosts
-from mmcp.sharding.evenness import DECODE, Evenness
-from mmcp.sharding.exchange import SCALE
+from mmcp.sharding.evenness import DECODE, SCALE, Evenness
 
 FINEST = SCALE // 256
 """Loads are bisected down to this."""

@@ -7,17 +7,21 @@ import numpy as np
 
 from mmcp.sharding.bounds import busiest, whole_groups
 from mmcp.sharding.cost import RowCosts
-from mmcp.sharding.exchange import SCALE
+
+SCALE = 1 << 20
+"""An even share of a cost, after scaling."""
 
 DECODE = 1
 """Column of decoding in a table of loads: encoding, decoding, memory."""
-TOLERANCE = SCALE * 47 // 1000
-"""Load above an even share that counts as even: 4.7 percent."""
+TOLERANCE = SCALE * 49 // 1000
+"""Load above an even share that counts as even: 4.9 percent."""
 STEP_TOLERANCE = SCALE // 80
 """What a cost that counts in the step time may add to it: 1.25 percent."""
 GRADES, AS_GOOD = 256, 260
 """Step times are told apart in steps of a 256th of the least; up to AS_GOOD of them count as the least."""
-BOUND_TOLERANCE = 64
+MOST_FRAMES = 108
+"""Frames of all ranks, in hundredths of one decode of the row, that are as good as one decode."""
+BOUND_TOLERANCE = 36
 """Where a bound is above even, loads up to the bound and this part of it more count as even."""
 
 
@@ -39,7 +43,8 @@ class Evenness:
         leads = decode_ns // costs.model.rates.decoders > step_ns
         encode = TOLERANCE if leads else STEP_TOLERANCE * step_ns // max(encode_ns, 1)
         decode = STEP_TOLERANCE if leads else TOLERANCE
-        tolerance = np.array([min(encode, TOLERANCE), decode, TOLERANCE], dtype=np.int64)
+        memory = TOLERANCE * costs.total_bytes // max(int(costs.bytes.sum()), 1)
+        tolerance = np.array([min(encode, TOLERANCE), decode, memory], dtype=np.int64)
         items = (costs.flops, whole_groups(costs), costs.bytes)
         least = [busiest(item, int(total), ranks) for item, total in zip(items, self.totals, strict=True)]
         bounds = self.scale(np.array([least], dtype=np.int64))[0]
@@ -64,20 +69,30 @@ class Evenness:
         np.add.at(table[:, 2], parts, self.costs.bytes)
         return self.scale(table)
 
+    def loads_of(self, units: np.ndarray) -> np.ndarray:
+        """Price one rank's units: [3] int64, scaled."""
+        costs, alone = self.costs, np.zeros(len(units), dtype=np.int64)
+        decode = int(costs.decoding(units, alone, 1)[0][0])
+        work = np.array([[costs.flops[units].sum(), decode, costs.bytes[units].sum()]])
+        return self.scale(work)[0]
+
     def scale(self, table: np.ndarray) -> np.ndarray:
         """Scale the columns of [parts, 3] so that an even share of each is SCALE; one without work stays 0."""
         coarse = np.maximum(self.totals >> 30, 1)  # keeps the product below in 64 bits
         return table // coarse * (self.num_ranks * SCALE) // np.maximum(self.totals // coarse, 1)
 
-    def score(self, ranks: np.ndarray) -> tuple[int, int]:
-        """Rate a layout, lower is better: its step time as far as it matters, then its badness.
+    def score(self, ranks: np.ndarray) -> tuple[int, int, int]:
+        """Rate a layout, lower is better: its step time as far as it matters, its badness, its frames.
 
-        Badness is the sum over ranks and costs of the squared load above `even`; 0 when all is even.
+        Badness is the sum over ranks and costs of the squared load above `even`, 0 when all is even. Frames are the
+        hundredths of one decode of the row's video that all ranks together decode beyond MOST_FRAMES.
         """
         loads = self.loads(ranks, self.num_ranks)
+        frames = int(self.costs.decoding(np.arange(self.costs.num_units), ranks, self.num_ranks)[1].sum())
         excess = np.maximum(loads - self.even, 0) >> 4
         grade = self._step_ns(loads.max(axis=0)) * GRADES // max(1, self._least_step_ns)
-        return max(grade - AS_GOOD, 0), int(np.square(excess).sum())
+        more = frames * 100 // max(1, self.costs.least_decoding[1]) - MOST_FRAMES
+        return max(grade - AS_GOOD, 0), int(np.square(excess).sum()), max(more, 0)
 
     def _step_ns(self, most: np.ndarray) -> int:
         """Step time with the given greatest loads, the stages that units do not change at their least."""

@@ -14,9 +14,10 @@ from mmcp.sharding.assign import assign_units
 from mmcp.sharding.balance import balance
 from mmcp.sharding.cost import Rates, row_costs
 from mmcp.sharding.cut import cut_costs
-from mmcp.sharding.donate import donate
 from mmcp.sharding.evenness import Evenness
+from mmcp.sharding.groups import Groups
 from mmcp.sharding.ranges import split
+from mmcp.sharding.refine import Refine
 from mmcp.sharding.strategies import STRATEGIES
 from tests.sharding.rows import MODEL, media_units
 
@@ -107,10 +108,32 @@ def test_units_go_to_the_ranks_that_hold_their_tokens():
     assert (ranks[2:6] == 1).sum() >= 2
 
 
-def test_giving_units_never_makes_the_worst_worse():
+def test_moves_lower_what_is_above_even():
     for seed in range(20):
         draw = np.random.default_rng(seed)
         units = media_units("video", 40, group=int(draw.integers(1, 20)))
         costs = row_costs(TokenSequence((Segment(kind="video", source="a", units=units),)), MODEL)
-        evenness, ranks = Evenness(costs, 4), np.sort(draw.integers(0, 4, 40))
-        assert evenness.score(donate(evenness, ranks))[1] <= evenness.score(ranks)[1]
+        evenness, ranks = Evenness(costs, 4), draw.integers(0, 4, 40)
+        before, after = (evenness.score(x)[1] for x in (ranks, Refine(evenness, Groups(costs), ranks, ranks).run()))
+        assert after < before or before == 0
+
+
+def test_moves_are_priced_as_they_turn_out():
+    """Groups that do not overlap: what a piece adds and relieves is what pricing the ranks anew says, seeks aside."""
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        units = media_units("video", 30, group=int(draw.integers(1, 10)))
+        model = replace(MODEL, rates=Rates(seek_ns=0))
+        costs = row_costs(TokenSequence((Segment(kind="video", source="a", units=units),)), model)
+        evenness, ranks = Evenness(costs, 3), draw.integers(0, 3, 30)
+        refine = Refine(evenness, Groups(costs), ranks, ranks)
+        pieces, targets = refine._pieces(0), np.array([1, 2])
+        added = refine._added(pieces, targets, refine._held(0, pieces))
+        for piece in range(len(pieces.starts)):
+            moved = refine.order[pieces.units[pieces.starts[piece] : pieces.stops[piece]]]
+            for column, target in enumerate(targets.tolist()):
+                after = ranks.copy()
+                after[moved] = target
+                change = evenness.loads(after, 3) - evenness.loads(ranks, 3)
+                assert np.abs(change[target] - added[piece, column]).max() < 64
+                assert np.abs(change[0] + pieces.relief[piece]).max() < 64
