@@ -13,7 +13,7 @@ from mmcp.sharding.ranges import Ranges, size, slice_ranges, split, union
 
 MOST_TOKENS = (49, 1000)
 """What a rank may hold over its even share at most, as a fraction."""
-MOST_TIME = (1, 80)
+MOST_TIME = (1, 50)
 """What this may add to the step, as a fraction."""
 
 

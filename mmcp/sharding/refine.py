@@ -1,6 +1,6 @@
 """Move pieces of work between ranks while that brings costs above even down.
 
-A piece is a unit, or the last units of a group of pictures that a rank has: without these it decodes less. A rank that
+A piece is a unit, or the first or last units of a group of pictures that a rank has. A rank that
 shows a later unit of a group decodes the frames of the earlier ones anyway, so what a piece costs depends on who takes
 it. Where no move helps, two ranks swap pieces. Loads are integers in the scale of Evenness, ties go to the first.
 """
@@ -14,10 +14,14 @@ from mmcp.sharding.evenness import DECODE, SCALE, Evenness
 from mmcp.sharding.groups import Groups
 from mmcp.sharding.ranges import expand
 
-MOST_MOVES = 4096
+MOST_MOVES = 512
 GRAIN = 64
 """Grain of the number of frames, as a share of all, for a share of decoding."""
-MOST_SWAPS = 256
+"""Moves in all, and this for each rank besides:"""
+MOVES_PER_RANK = 16
+LEAST_GAIN = 64
+"""Moves that lower the badness of a rank by less than this part of it are not made."""
+MOST_SWAPS = 96
 """Swaps tried in all."""
 MOST_TARGETS = 64
 """Ranks a piece may go to that are asked, besides those that hold units of its group."""
@@ -90,7 +94,7 @@ class Refine:
     def run(self) -> np.ndarray:
         """Move until nothing is above even or no move helps; return [u] int64, the rank of each unit."""
         stuck, has_moved, swaps = np.zeros(len(self.loads), dtype=bool), False, 0
-        for _ in range(MOST_MOVES):
+        for _ in range(MOST_MOVES + MOVES_PER_RANK * len(stuck)):
             excess = np.where(stuck[:, None], 0, self.loads - self.even)
             rank, cost = map(int, np.unravel_index(int(excess.argmax()), excess.shape))
             if excess[rank, cost] <= 0:
@@ -122,7 +126,8 @@ class Refine:
         more = added[:, :, DECODE] - pieces.relief[:, None, DECODE]
         more = np.maximum(more, more * pieces.in_frames[:, None] // GRAIN)
         price = SCALE // 64 + np.maximum(self._routed(pieces, rank, targets) + more, 0)
-        worth = np.where(gain > 0, gain // price + 1, 0)
+        is_worth = gain > self._badness(self.loads[rank]) // LEAST_GAIN
+        worth = np.where(is_worth, gain // price + 1, 0)
         piece, target = np.unravel_index(int(worth.argmax()), worth.shape)
         if worth[piece, target] <= 0:
             return -1
@@ -131,7 +136,8 @@ class Refine:
 
     def _swap(self, rank: int, cost: int, pieces: Pieces) -> int:
         """Make the best swap of a piece of `rank` for a piece of a partner; return that, or -1."""
-        mine, best, chosen = self._some(pieces), 0, None
+        mine, chosen = self._some(pieces), None
+        best = int(self._badness(self.loads[rank])) // LEAST_GAIN
         own, sharers = self.loads[rank], np.unique(self._held(rank, pieces)[1])
         sharers = sharers[np.argsort(self.loads[sharers, cost], kind="stable")][:PARTNERS]
         for partner in np.union1d(self._lightest(rank, cost, PARTNERS), sharers).tolist():
@@ -156,7 +162,7 @@ class Refine:
         return partner
 
     def _pieces(self, rank: int) -> Pieces:
-        """List what `rank` could give away: each unit, and the last units of each group."""
+        """List what `rank` could give away: each unit, and the first and the last units of each group."""
         units = np.flatnonzero(self.owner == rank)
         group, end, rest = self.group[units], self.end[units], self.rest[units]
         number = np.arange(len(units))
@@ -164,8 +170,10 @@ class Refine:
         before = np.where(np.diff(group, prepend=-1) == 0, np.roll(end, 1), 0)
         sums = np.concatenate([np.zeros((1, 3), dtype=np.int64), np.cumsum(rest, axis=0)])
         rows = np.concatenate([[0], np.cumsum(self.rows[units])])
-        several = np.flatnonzero(last > number)
-        starts, stops = np.concatenate([number, several]), np.concatenate([number, last[several]]) + 1
+        first = np.searchsorted(group, group)
+        suffix, prefix = np.flatnonzero(last > number), np.flatnonzero((last > number) & (first < number))
+        starts = np.concatenate([number, suffix, first[prefix]])
+        stops = np.concatenate([number, last[suffix], prefix]) + 1
         work, reach = sums[stops] - sums[starts], end[stops - 1]
         relief, added = work.copy(), work
         relief[:, DECODE] += np.where(stops - 1 == last[starts], reach - before[starts], 0)
