@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 from mmcp.attention import AttentionConfig, SoftmaxConfig
 from mmcp.attention.base import HeadShape, RowInfo, split_heads
-from mmcp.config import config
+from mmcp.config import OneOf, config
 from mmcp.masks import Mask
 from mmcp.model.block import Block
 from mmcp.model.layers import AttentionLayer, GatedMLP, RMSNorm
+from mmcp.model.rope_scaling import ROPE_SCALINGS, Unscaled
 from mmcp.model.rotary import Rotary
 from mmcp.positions import positions_1d, positions_mrope
 from mmcp.sequence import TokenSequence
@@ -39,8 +41,12 @@ class BackboneConfig:
     """One count of tokens, or time, height and width."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
+    rope_scaling: Annotated[Any, OneOf(ROPE_SCALINGS)] = Unscaled()
+    """How the frequencies are stretched for rows longer than were trained."""
+    rotary_dim: int = 0
+    """Leading numbers of a head that turn with the position, even; 0: all of them."""
     mrope_sections: tuple[int, ...] = ()
-    """mrope: how many of the head_dim / 2 frequencies turn with time, height and width."""
+    """mrope: how many of the rotary frequencies, two numbers of a head each, turn with time, height and width."""
     mrope_interleaved: bool = True
     """mrope: deal the frequencies out in turn, as in Qwen3-VL, not in three runs, as in Qwen2.5-VL."""
     tokens_per_second: int = 2
@@ -49,6 +55,12 @@ class BackboneConfig:
     """Norm queries and keys per head, as in Qwen3."""
     qkv_bias: bool = False
     """Give the projections to queries, keys and values a bias, as in Qwen2."""
+    out_bias: bool = False
+    """Give the projection after attention a bias."""
+    mlp_bias: bool = False
+    """Give the three maps of the MLP biases."""
+    zero_centred_norms: bool = False
+    """Let norms multiply by 1 + weight, as in Qwen3-Next, but for the norm inside a recurrent layer."""
     norm_eps: float = 1e-6
     init_std: float = 0.02
     """Standard deviation of new weights, embedding and head included; those that write to the residual stream are
@@ -62,15 +74,28 @@ class BackboneConfig:
                 raise ValueError(f"{name}={getattr(self, name)}; use at least 1")
         for shape in (self._own_shape, *map(self.shape, self.pattern)):
             split_heads(shape.heads, shape.kv_heads, 1)
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd, rotary turns pairs; use an even size")
+        if self.turned % 2 or not 0 < self.turned <= self.head_dim:
+            raise ValueError(
+                f"{self.turned} numbers of heads of head_dim={self.head_dim} cannot turn in pairs; use an even "
+                "rotary_dim of at most head_dim, or 0 with an even head_dim"
+            )
         if not self.pattern:
             raise ValueError("pattern is empty; name at least one attention variant")
-        sections, frequencies = self.mrope_sections, self.head_dim // 2
+        sections, frequencies = self.mrope_sections, self.turned // 2
         if self.positions == "mrope" and (len(sections) != 3 or min(sections) < 0 or sum(sections) != frequencies):
-            raise ValueError(f"mrope_sections={sections} must be three counts that sum to head_dim / 2 = {frequencies}")
+            raise ValueError(f"mrope_sections={sections} must be three counts that sum to {frequencies} frequencies")
         if self.positions == "1d" and sections:
             raise ValueError(f"mrope_sections={sections} with positions='1d'; drop them or set positions='mrope'")
+        if self.positions == "mrope" and self.rope_scaling.by_length:
+            raise ValueError(
+                f"rope scaling '{self.rope_scaling.name}' follows the number of tokens, positions='mrope' do not count "
+                "tokens; use another scaling"
+            )
+
+    @property
+    def turned(self) -> int:
+        """Numbers of a head that turn with the position."""
+        return self.rotary_dim or self.head_dim
 
     @property
     def variants(self) -> tuple[AttentionConfig, ...]:
@@ -140,13 +165,14 @@ class Backbone(nn.Module):
         super().__init__()
         self.settings = settings
         self.rotary = Rotary(
-            head_dim=settings.head_dim,
+            dim=settings.turned,
             theta=settings.rope_theta,
             sections=settings.mrope_sections,
             interleaved=settings.mrope_interleaved,
+            scaling=settings.rope_scaling,
         )
         self.blocks = nn.ModuleList(_build_block(settings, variant) for variant in settings.variants)
-        self.norm = RMSNorm(settings.width, settings.norm_eps)
+        self.norm = _norm(settings)(settings.width)
         self._draw_weights()
 
     def forward(self, hidden: Tensor, positions: Tensor, info: RowInfo) -> Tensor:
@@ -157,7 +183,8 @@ class Backbone(nn.Module):
         """
         axes = 3 if self.settings.positions == "mrope" else 1
         assert positions.shape == (axes, len(hidden)), f"positions {tuple(positions.shape)} for {len(hidden)} tokens"
-        cos, sin = self.rotary.tables(positions, hidden.dtype)
+        lengths = _document_lengths(info) if self.settings.rope_scaling.by_length else np.zeros(0, np.int64)
+        cos, sin = self.rotary.tables(positions, hidden.dtype, torch.from_numpy(lengths).to(hidden.device))
         for block in self.blocks:
             hidden = block(hidden, cos, sin, info)
         return self.norm(hidden)
@@ -179,7 +206,19 @@ def _build_block(settings: BackboneConfig, variant: AttentionConfig) -> Block:
         shape=settings.shape(variant),
         qk_norm=settings.qk_norm,
         bias=settings.qkv_bias,
-        norm_eps=settings.norm_eps,
+        out_bias=settings.out_bias,
+        norm=_norm(settings),
     )
-    mlp = GatedMLP(settings.width, settings.mlp_width)
-    return Block(mixer, mlp, width=settings.width, norm_eps=settings.norm_eps, checkpointing=settings.checkpointing)
+    mlp = GatedMLP(settings.width, settings.mlp_width, bias=settings.mlp_bias)
+    return Block(mixer, mlp, norm=partial(_norm(settings), settings.width), checkpointing=settings.checkpointing)
+
+
+def _norm(settings: BackboneConfig) -> Callable[[int], RMSNorm]:
+    """Make norms of a size."""
+    return partial(RMSNorm, eps=settings.norm_eps, zero_centred=settings.zero_centred_norms)
+
+
+def _document_lengths(info: RowInfo) -> np.ndarray:
+    """[s/cp] int64: tokens of the document of each token of this rank."""
+    mask = info.mask
+    return np.diff(mask.bounds)[mask.documents[info.plan.positions(info.rank)]]

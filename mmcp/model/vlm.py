@@ -47,9 +47,10 @@ class VideoLM(nn.Module):
     """Decoder over one interleaved row of text, image, video and audio.
 
     encoders: by segment kind; image and video may be one module
+    tied_head: score labels by the very weights that embed text
     """
 
-    def __init__(self, backbone: Backbone, encoders: dict[str, nn.Module], *, vocabulary: int):
+    def __init__(self, backbone: Backbone, encoders: dict[str, nn.Module], *, vocabulary: int, tied_head: bool = False):
         super().__init__()
         width, std = backbone.settings.width, backbone.settings.init_std
         self.embedding = nn.Embedding(vocabulary, width)
@@ -57,6 +58,8 @@ class VideoLM(nn.Module):
         self.encoders = nn.ModuleDict(encoders)
         self.backbone = backbone
         self.head = LMHead(width, vocabulary, std=std)
+        if tied_head:
+            self.head.register_parameter("weight", self.embedding.get_parameter("weight"))
 
     def encode(self, calls: list[tuple[str, Tensor]]) -> Tensor:
         """Run the planned encoder calls: one (kind, input) each, inputs may hold 0 units. Returns [n_r, e]."""
