@@ -1,6 +1,6 @@
 """Fill a sharded model with weights of a folder: each rank reads the rows it keeps and no others.
 
-model on the meta device -> shard_parameters -> materialise -> fill
+model on the meta device -> shard_parameters -> materialise -> fill, draw_adapters
 """
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from mmcp.model.adapters import draw_adapter, is_adapter, plain_name
 from mmcp.model.pretrained import ModelFolder
 
 
@@ -16,7 +17,7 @@ def materialise(model: nn.Module, device: torch.device) -> None:
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         assert not any(buffer.is_meta for buffer in module.buffers(recurse=False)), "a buffer would be left unfilled"
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter.is_meta:
                 new = made.get(id(parameter))
                 if new is None:
@@ -31,13 +32,26 @@ def fill(model: nn.Module, folder: ModelFolder) -> None:
 
     The caller has checked the folder. Asserts that it holds every parameter of the model's decoder.
     """
-    parameters = {name: value for name, value in model.named_parameters() if not name.startswith("encoders.")}
+    parameters = {
+        plain_name(name): value
+        for name, value in model.named_parameters()
+        if not name.startswith("encoders.") and not is_adapter(name)
+    }
     assert parameters.keys() == folder.rows.keys(), f"{sorted(parameters.keys() ^ folder.rows.keys())[:5]} differ"
     for name in folder.rows:
         parameter = parameters[name]
         local, start = local_rows(parameter)
         if len(local):
             local.copy_(folder.read(name, tuple(parameter.shape), start, start + len(local)))
+
+
+@torch.no_grad()
+def draw_adapters(model: nn.Module, seed: int) -> None:
+    """Give every adapter its first values, the same whatever the mesh."""
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            local, start = local_rows(parameter)
+            local.copy_(draw_adapter(name, parameter.shape, seed)[start : start + len(local)])
 
 
 def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
