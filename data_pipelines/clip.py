@@ -159,7 +159,13 @@ class _Layout:
             raise MediaError(item.media, "no video stream")
         size = picture_size(clip.video.display, multiple=rule.multiple, pixels=setting.frame_pixels)
         groups = frame_groups(clip, size, rule, rate=setting.rate)
-        picture = Track(kind="video", source=item.media, stream=clip.video.stream, units=groups, stamped=True)
+        picture = Track(
+            kind="video",
+            source=item.media,
+            stream=clip.video.stream,
+            units=groups,
+            stamped=bool(self.config.stamps.pattern),
+        )
         heard = item.media in self.sounds and (clip.audio is not None or self.config.missing_sound == "refuse")
         sound = [self._sound(item)] if heard else []
         return [picture, *sound] if setting.sound else [picture]

@@ -18,7 +18,7 @@ from mmcp.model.block import Block
 from mmcp.model.layers import AttentionLayer, GatedMLP, RMSNorm
 from mmcp.model.rope_scaling import ROPE_SCALINGS, Unscaled
 from mmcp.model.rotary import Rotary
-from mmcp.positions import positions_1d, positions_mrope
+from mmcp.positions import positions_1d, positions_mrope, positions_time_aligned
 from mmcp.sequence import TokenSequence
 
 
@@ -37,8 +37,10 @@ class BackboneConfig:
     """Hidden size of the gated MLP."""
     pattern: tuple[AttentionConfig, ...] = (SoftmaxConfig(),)
     """Attention of the first layers, repeated over all: three linear and one softmax make a 3:1 hybrid."""
-    positions: Literal["1d", "mrope"] = "1d"
-    """One count of tokens, or time, height and width."""
+    positions: Literal["1d", "mrope", "time_aligned"] = "1d"
+    """One count of tokens; or time, height and width, as in Qwen-VL, or as in Qwen-Omni, sound timed with picture."""
+    fractional_positions: bool = False
+    """time_aligned: do not round times down to whole steps, as in Qwen3-Omni."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: Annotated[Any, OneOf(ROPE_SCALINGS)] = Unscaled()
@@ -50,7 +52,7 @@ class BackboneConfig:
     mrope_interleaved: bool = True
     """mrope: deal the frequencies out in turn, as in Qwen3-VL, not in three runs, as in Qwen2.5-VL."""
     tokens_per_second: int = 2
-    """mrope: steps along the time axis per second of a video segment."""
+    """mrope, time_aligned: steps along the time axis per second; 2 in Qwen2.5-VL, 25 in Qwen2.5-Omni, 13 in Qwen3-Omni."""
     qk_norm: bool = True
     """Norm queries and keys per head, as in Qwen3."""
     qkv_bias: bool = False
@@ -82,14 +84,16 @@ class BackboneConfig:
         if not self.pattern:
             raise ValueError("pattern is empty; name at least one attention variant")
         sections, frequencies = self.mrope_sections, self.turned // 2
-        if self.positions == "mrope" and (len(sections) != 3 or min(sections) < 0 or sum(sections) != frequencies):
+        if self.positions != "1d" and (len(sections) != 3 or min(sections) < 0 or sum(sections) != frequencies):
             raise ValueError(f"mrope_sections={sections} must be three counts that sum to {frequencies} frequencies")
         if self.positions == "1d" and sections:
             raise ValueError(f"mrope_sections={sections} with positions='1d'; drop them or set positions='mrope'")
-        if self.positions == "mrope" and self.rope_scaling.by_length:
+        if self.fractional_positions and self.positions != "time_aligned":
+            raise ValueError(f"fractional_positions with positions='{self.positions}'; only time_aligned has fractions")
+        if self.positions != "1d" and self.rope_scaling.by_length:
             raise ValueError(
-                f"rope scaling '{self.rope_scaling.name}' follows the number of tokens, positions='mrope' do not count "
-                "tokens; use another scaling"
+                f"rope scaling '{self.rope_scaling.name}' follows the number of tokens, positions='"
+                f"{self.positions}' do not count tokens; use another scaling"
             )
 
     @property
@@ -103,10 +107,13 @@ class BackboneConfig:
         return tuple(self.pattern[layer % len(self.pattern)] for layer in range(self.layers))
 
     def positions_of(self, sequence: TokenSequence) -> np.ndarray:
-        """Return the row's positions as the model reads them: [1 or 3, s] int64."""
+        """Return the row's positions as the model reads them: [1 or 3, s] int64, float64 where fractional."""
         if self.positions == "1d":
             return positions_1d(sequence)
-        return positions_mrope(sequence, Fraction(self.tokens_per_second))
+        rate = Fraction(self.tokens_per_second)
+        if self.positions == "mrope":
+            return positions_mrope(sequence, rate)
+        return positions_time_aligned(sequence, rate, is_fractional=self.fractional_positions)
 
     def shape(self, variant: AttentionConfig) -> HeadShape:
         """Return the heads of a layer with this attention."""
@@ -178,10 +185,10 @@ class Backbone(nn.Module):
     def forward(self, hidden: Tensor, positions: Tensor, info: RowInfo) -> Tensor:
         """Run every block, then the final norm.
 
-        hidden: [s/cp, e]  positions: [axes, s/cp] int64  this rank's tokens
+        hidden: [s/cp, e]  positions: [axes, s/cp] int64 or float64  this rank's tokens
         returns [s/cp, e]
         """
-        axes = 3 if self.settings.positions == "mrope" else 1
+        axes = 1 if self.settings.positions == "1d" else 3
         assert positions.shape == (axes, len(hidden)), f"positions {tuple(positions.shape)} for {len(hidden)} tokens"
         lengths = _document_lengths(info) if self.settings.rope_scaling.by_length else np.zeros(0, np.int64)
         cos, sin = self.rotary.tables(positions, hidden.dtype, torch.from_numpy(lengths).to(hidden.device))

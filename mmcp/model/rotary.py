@@ -42,7 +42,7 @@ class Rotary:
     def tables(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of every angle, computed in float64.
 
-        positions: [axes, s/cp] int64
+        positions: [axes, s/cp] int64 or float64
         lengths:   [s/cp] int64  tokens of each token's document; may be empty where the scaling looks at none
         returns two [s/cp, d/2], in float32 or `dtype`, whichever is wider
         """

@@ -32,7 +32,7 @@ class RankRow:
     media: Tensor
     """[m] int64: where encoder rows stand among this rank's tokens, ascending."""
     positions: Tensor
-    """[axes, s/cp] int64: rotary positions of this rank's tokens."""
+    """[axes, s/cp] int64 or float64: rotary positions of this rank's tokens."""
     labels: Tensor
     """[l] int64: the labels of the rows this rank scores, ascending; NO_LABEL for those of a void sample."""
     info: RowInfo
