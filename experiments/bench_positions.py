@@ -1,7 +1,7 @@
 """How long does it take to place the tokens of an hour, here and in transformers?
 
 Run:     python -m experiments.bench_positions
-Expect:  under 20 ms here where transformers takes seconds; both give the same positions but where they are told to differ.
+Expect:  under 20 ms here where transformers takes seconds; the same positions within the clip.
 Result:  experiments/LOG.md, entry "positions"
 """
 

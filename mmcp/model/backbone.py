@@ -52,7 +52,7 @@ class BackboneConfig:
     mrope_interleaved: bool = True
     """mrope: deal the frequencies out in turn, as in Qwen3-VL, not in three runs, as in Qwen2.5-VL."""
     tokens_per_second: int = 2
-    """mrope, time_aligned: steps along the time axis per second; 2 in Qwen2.5-VL, 25 in Qwen2.5-Omni, 13 in Qwen3-Omni."""
+    """mrope, time_aligned: steps of time per second; 2 in Qwen2.5-VL, 25 in Qwen2.5-Omni, 13 in Qwen3-Omni."""
     qk_norm: bool = True
     """Norm queries and keys per head, as in Qwen3."""
     qkv_bias: bool = False
