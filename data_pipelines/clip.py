@@ -1,6 +1,6 @@
 """One sample of a manifest as one token sequence: turns of text, with each clip's tracks joined in time order."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -13,7 +13,7 @@ from data_pipelines.manifest import Item, Sample, Turn
 from data_pipelines.media import MediaError
 from data_pipelines.units import PictureRule, SoundRule, frame_groups, image_unit, sound_windows
 from mmcp.config import config
-from mmcp.interleave import StampConfig, Track, interleave
+from mmcp.interleave import Piece, StampConfig, Track, interleave
 from mmcp.sequence import Segment, TokenSequence, Unit
 
 R = TypeVar("R")
@@ -25,11 +25,8 @@ class TextRule(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of text."""
 
-    def opening(self, role: str) -> list[int]:
-        """Ids before a turn."""
-
-    def closing(self, role: str) -> list[int]:
-        """Ids after a turn; of the assistant's, they are trained."""
+    def conversation(self, turns: Sequence[tuple[str, Sequence[str | None]]], *, prompt: bool) -> list[Piece]:
+        """Lay out turns of text and media (None); raises ValueError for what cannot be laid out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +115,12 @@ class _Layout:
         return [item for _, items in self.turns for item in items]
 
     @cached_property
+    def pieces(self) -> list[Piece]:
+        """The conversation, the same at every setting."""
+        turns = [(role, [item.text if item.kind == "text" else None for item in items]) for role, items in self.turns]
+        return self.rules.text.conversation(turns, prompt=self.prompt)
+
+    @cached_property
     def sounds(self) -> dict[str, tuple[Unit, ...]]:
         """Windows of every sound that is to be heard, by the item's file."""
         rule = self.rules.audio
@@ -127,15 +130,9 @@ class _Layout:
     def sequence(self, setting: Setting) -> TokenSequence:
         """Lay out all turns."""
         segments: list[Segment] = []
-        for role, items in self.turns:
-            trained = role == "assistant"
-            segments.append(_words(self.rules.text.opening(role)))
-            for item in items:
-                laid = self._media(item, setting) if item.kind != "text" else [_words(self.encode(item.text), trained)]
-                segments += laid
-            segments.append(_words(self.rules.text.closing(role), trained))
-        if self.prompt:
-            segments.append(_words(self.rules.text.opening("assistant")))
+        for piece in self.pieces:
+            is_text = piece.item < 0
+            segments += [_words(piece.ids, piece.trained)] if is_text else self._media(self.items[piece.item], setting)
         return TokenSequence(tuple(segment for segment in segments if segment.num_tokens))
 
     def _media(self, item: Item, setting: Setting) -> list[Segment]:

@@ -37,6 +37,17 @@ class StampConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A stretch of a conversation, as a tokenizer lays it out: ids of text, or the place of a medium."""
+
+    ids: tuple[int, ...] = ()
+    trained: bool = False
+    """Whether the ids are trained targets."""
+    item: int = -1
+    """Number of the medium that stands here, counted over the items of all turns; -1: text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
     """Units of one stream of a clip, in time order."""
 

@@ -133,13 +133,14 @@ def _rows(runs: Iterable[Run], clock: Clock, brackets: int) -> Iterator[Row]:
     joined = [False, *(run.is_joined for run in numbered), False]
     base = 0
     for place, run in enumerate(numbered):
-        first = min((unit.start for segment in run.segments for unit in segment.units), default=Fraction(0))
+        starts = [unit.start for segment in run.segments for unit in segment.units[:1]] if run.is_timed else []
+        first = starts[0] if len(starts) == 1 else min(starts, default=Fraction(0))
         for segment in run.segments:
             if segment.kind == "text":
                 lead, trail = ((brackets - 1) * joined[place + step] for step in (0, 2))
                 yield _text(segment, lead, trail, base, clock.scale)
             for unit in segment.units:
-                parts = clock.parts(unit.start, first) if run.is_timed else 0
+                parts = clock.parts(unit.start, first) if run.is_timed and unit.start is not first else 0
                 yield _unit(segment, unit, parts, base, clock.scale)
                 base += not run.is_timed
         base += 1
@@ -169,17 +170,35 @@ def _place(runs: Iterable[Run], clock: Clock, *, brackets: int) -> np.ndarray:
     rows = [row for row in _rows(runs, clock, brackets) if row[0]]
     columns = np.array(rows, dtype=np.int64).reshape(-1, 9).T
     tokens, is_line, parts, height, width, extent, run, document, lead = columns
-    item = np.repeat(np.arange(len(tokens)), tokens)
-    within = np.arange(len(item)) - (np.cumsum(tokens) - tokens)[item]
-    high, wide = height[item], width[item]
-    row, column = within // wide, within % wide
-    last = (extent - parts) // clock.scale - 1
-    along = np.clip(within - lead[item], 0, last[item])
-    line = is_line.astype(bool)[item]
-    start = _bases(run, document, extent)[item] + parts[item] * line
-    offsets = np.where(line, along, np.stack([row // high, row % high, column])) * clock.scale
-    offsets[0] += parts[item] * ~line
-    return start + offsets
+    ends = np.cumsum(tokens)
+    base, scale = _bases(run, document, extent), clock.scale
+    placed = np.empty((3, tokens.sum()), dtype=np.int64)
+    within = np.arange(placed.shape[1]) - np.repeat(ends - tokens, tokens)
+    line = is_line.astype(bool)
+    on_line = np.repeat(line, tokens)
+    text, grid = tokens[line], tokens[~line]
+    along = within[on_line] - np.repeat(lead[line], text)
+    last = np.repeat((extent - parts)[line] // scale - 1, text)
+    placed[:, on_line] = np.clip(along, 0, last) * scale + np.repeat((base + parts)[line], text)
+    offsets = _grids(height[~line], width[~line], grid) * scale
+    offsets += np.repeat(base[~line], grid)
+    offsets[0] += np.repeat(parts[~line], grid)
+    placed[:, ~on_line] = offsets
+    return placed
+
+
+def _grids(height: np.ndarray, width: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """[3, sum of tokens] int64: time, row and column of each row of each grid; equal grids are counted once."""
+    sizes = np.stack([tokens, height, width])
+    kinds, kind = np.unique(sizes, axis=1, return_inverse=True)
+    tables = []
+    for count, high, wide in kinds.T.tolist():
+        place = np.arange(count)
+        tables.append(np.stack([place // (high * wide), place // wide % high, place % wide]))
+    changes = np.flatnonzero(np.diff(kind.ravel(), prepend=-1))
+    lengths = np.diff(np.append(changes, kind.size))
+    parts = [np.tile(tables[kind.flat[at]], (1, n)) for at, n in zip(changes.tolist(), lengths.tolist(), strict=True)]
+    return np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), dtype=np.int64)
 
 
 def _bases(run: np.ndarray, document: np.ndarray, extent: np.ndarray) -> np.ndarray:

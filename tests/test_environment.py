@@ -18,6 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONDA_NAMES = {"pytorch-gpu": "torch"}
 OURS = ("mmcp", "encoders", "data_pipelines", "experiments", "tests")
 NOT_IMPORTED = {
+    "accelerate": "peft imports it",
     "decord": "doctor looks for it",
     "mypy": "make lint runs it",
     "pytest-timeout": "pytest loads it",

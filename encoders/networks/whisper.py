@@ -109,8 +109,8 @@ def load(module: nn.Module, folder: str) -> None:
     differing += [name for name, value in wanted.items() if name in found and found[name].shape != value.shape]
     if differing:
         raise ValueError(
-            f"'{folder}' does not hold the encoder of its config.json: {len(differing)} tensors are missing, unknown or "
-            f"of another shape, first {', '.join(differing[:5])}; copy the folder again"
+            f"'{folder}' does not hold the encoder of its config.json: {len(differing)} tensors are missing, unknown "
+            f"or of another shape, first {', '.join(differing[:5])}; copy the folder again"
         )
     module.load_state_dict(found)
 

@@ -64,7 +64,7 @@ def test_windows_of_a_long_sound_are_each_theirs(folder):
 
 
 def test_what_does_not_fit_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match="window=3000 mel frames.*hears 120 at once"):
+    with pytest.raises(ValueError, match=r"window=3000 mel frames.*hears 120 at once"):
         Whisper(folder=str(folder))
     with pytest.raises(ValueError, match="frames_per_row=7"):
         Whisper(folder=str(folder), window=112, frames_per_row=7)

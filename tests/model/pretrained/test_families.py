@@ -1,11 +1,13 @@
 """Folders of transformers read by us, and ours by transformers: logits, all gradients, bits.
 
-In float32 as transformers computes (1e-5), in float64 with its casts to float32 taken out (1e-10).
+In float32 as transformers computes (1e-5), in float64 with its casts to float32 taken out (1e-10). Where transformers'
+own float32 gradients are farther than that from its float64 ones, in gated delta layers (2.4e-5, ours 2.5e-6), ours in
+float32 are held to the latter.
 Run: python -m pytest tests/model/pretrained/test_families.py
 """
 
 import json
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -33,11 +35,15 @@ def precise(monkeypatch, dtype):
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=["f32", "f64"])
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_gradients_are_theirs(case, dtype, bound, tmp_path, precise):
+def test_logits_and_gradients_are_theirs(case, dtype, bound, tmp_path, precise, monkeypatch):
     theirs = peer(case, dtype)
     theirs.save_pretrained(tmp_path, max_shard_size="10KB")
     ours, source = loaded(tmp_path, dtype)
-    expected = theirs(IDS[None]).logits[0]
+    with ExitStack() as stack:
+        if dtype == torch.float32 and CASES[case][0] == "qwen3_next":
+            stack.enter_context(casts_taken_out(monkeypatch))
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+        expected = theirs(IDS[None]).logits[0]
     hidden = hidden_states(ours, IDS)
     assert relative_error(hidden @ ours.head.weight.T, expected, of=()) < bound
 
