@@ -298,6 +298,10 @@ class Variant(Protocol):
     def window(self) -> int:
         """Tokens a query sees looking back, itself included; 0: all of its document."""
 
+    @property
+    def sink(self) -> int:
+        """First tokens of a document that stay visible beyond the window."""
+
     def pair_flops(self, head_dim: int) -> int:
         """Forward FLOPs of one query head for one visible (query, key) pair."""
 

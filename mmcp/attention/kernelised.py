@@ -90,6 +90,11 @@ class KernelisedConfig:
         """Tokens a query sees looking back; 0: all of its document."""
         return 0
 
+    @property
+    def sink(self) -> int:
+        """Tokens visible beyond the window: there is none."""
+        return 0
+
     def pair_flops(self, head_dim: int) -> int:
         """Forward FLOPs of one query head per visible (query, key) pair: none, the cost does not follow the mask."""
         return 0

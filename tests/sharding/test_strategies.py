@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from mmcp.sequence import Segment, TokenSequence
 from mmcp.sharding.cost import row_costs
+from mmcp.sharding.layout import even_scorers
 from mmcp.sharding.plan import ShardPlan, check
 from mmcp.sharding.ranges import size
-from mmcp.sharding.strategies import STRATEGIES, even_scorers
+from mmcp.sharding.strategies import STRATEGIES
 from tests.sharding.rows import MODEL, media_units, rows
 
 MESHES = [(1, 1), (1, 2), (1, 5), (2, 1), (2, 3), (4, 2)]
