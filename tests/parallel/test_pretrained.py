@@ -71,6 +71,7 @@ def read_on_ranks(path: Path, is_sharded: bool) -> tuple[int, float]:
     return risen, sum(float(whole(parameter).double().sum()) for parameter in model.parameters())
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_rank_needs_its_shard_and_a_tensor(folder, rank_pool):
     files = json.loads((folder / "model.safetensors.index.json").read_text())

@@ -132,7 +132,11 @@ def filled_on_ranks(settings: RunConfig) -> dict[str, torch.Tensor]:
     return {name: whole(parameter) for name, parameter in runner.model.named_parameters()}
 
 
-@pytest.mark.parametrize("mesh", [{"ulysses": 2}, {"dp_shard": 3}, {"dp_replicate": 2, "ulysses": 2}])
+MESHES = [{"ulysses": 2}, *(pytest.param(mesh, marks=pytest.mark.full)
+                            for mesh in ({"dp_shard": 3}, {"dp_replicate": 2, "ulysses": 2}))]  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 def test_ranks_together_hold_what_one_rank_reads(mesh, folders, rank_pool):
     overrides = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
     settings = settings_of(folders, "fill", "model.lora.rank=3", *overrides)
