@@ -1,4 +1,4 @@
-"""Models to plan for: what memory, traffic and time follow from, of a public size, a folder of Hugging Face, or ours."""
+"""Models to plan for, of a public size, from a Hugging Face config.json, or ours: what memory and time follow from."""
 
 import json
 from collections.abc import Mapping

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mmcp.attention.base import HeadShare, split_heads
-from mmcp.parallel.modes import MODES, Mode
+from mmcp.parallel.modes import Mode
 from mmcp.sequence import NO_ID, TokenSequence
 from mmcp.sharding.cost import RowCosts
 from mmcp.sharding.plan import ShardPlan
-from mmcp.sharding.ranges import Ranges, as_indices, size
+from mmcp.sharding.ranges import as_indices, size
 
 UnitBytes = Mapping[str, Callable[[tuple[int, ...]], int]]
 """By kind: bytes of one decoded unit of a size."""
