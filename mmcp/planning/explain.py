@@ -1,4 +1,4 @@
-"""Why a choice is what it is, what it assumes, and what would make a thing fit: in sentences, from the figures alone."""
+"""Why a choice is what it is, what it assumes, and what would make a thing fit: sentences made of the figures."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

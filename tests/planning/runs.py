@@ -1,12 +1,9 @@
 """Real forward and backward passes on gloo ranks, watched: tensors kept for backward, and what is exchanged."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from encoders import AudioWindows, ImagePatches, VideoPatches
 from experiments.base import ModelConfig, Planner, ShardingConfig, build_model, cost_model
@@ -19,8 +16,9 @@ from mmcp.parallel.mesh import MeshConfig, build_mesh
 from mmcp.planning.architecture import Architecture
 from mmcp.planning.memory import KeptBytes, Numbers, kept_bytes
 from mmcp.planning.share import share_of
+from mmcp.planning.simulate import kept_tensors
 from mmcp.planning.step_traffic import row_traffic
-from mmcp.sequence import Segment, TokenSequence, pack
+from mmcp.sequence import TokenSequence, pack
 from mmcp.sharding.cost import Rates, row_costs
 from mmcp.training.media import MediaInputs
 from mmcp.training.step import StageClock, StepRunner, StepWork
@@ -100,7 +98,7 @@ def watch(run: Run) -> Watched:
     runner = StepRunner(model, mesh, media=media, positions=run.model.backbone.positions_of, device=mesh.device)
     with record(mesh.world) as recorder:
         (batch,) = runner.micro_batches(work, StageClock(mesh.device))
-        with kept_tensors(model) as kept:
+        with kept_tensors(*model.parameters()) as kept:
             loss = model(batch.row, batch.calls, batch.exchange)[0]
         kept_now = kept()
         loss.backward()
@@ -115,19 +113,3 @@ def watch(run: Run) -> Watched:
         counted=recorder.traffic,
         expected=row_traffic(architecture, row, plan, rank=mesh.cp.index, dtype=run.dtype, checkpointing=checkpointing),
     )
-
-
-@contextmanager
-def kept_tensors(model: nn.Module) -> Iterator[Any]:
-    """Count the bytes of what autograd keeps inside the `with` block: each storage once, parameters left out."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    storages: dict[int, Tensor] = {}
-
-    def pack_tensor(tensor: Tensor) -> Tensor:
-        pointer = tensor.untyped_storage().data_ptr()
-        if pointer not in own:
-            storages.setdefault(pointer, tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack_tensor, lambda tensor: tensor):
-        yield lambda: sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
