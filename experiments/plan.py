@@ -129,10 +129,11 @@ def _settings(config: Path | None) -> RunConfig:
 def _tables(choice: Choice, record: dict) -> list[Table]:
     """Lay out the choice, its parts and the runners-up."""
     best = choice.best
+    rate = choice.job.load.tokens * choice.job.rows / best.step_seconds
     head = {
         "choice": describe(best.setting),
         "fits": "yes" if best.fits else f"no: {'; '.join(best.misses)}",
-        "step": f"{best.step_seconds:.3g} s ({choice.job.load.tokens * choice.job.rows / best.step_seconds:,.0f} tokens/s)",
+        "step": f"{best.step_seconds:.3g} s ({rate:,.0f} tokens/s)",
     }
     if record["would_fit"]:
         head["would fit with"] = "; ".join(record["would_fit"])

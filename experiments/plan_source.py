@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from encoders import AudioWindows, Encoder
 from experiments.base import ModelConfig, RunConfig, cost_model
 from experiments.inspect_source import find_row
 from mmcp.masks import Mask
@@ -146,7 +147,7 @@ def hypothetical_clip(seconds: Fraction, rate: Fraction, model: ModelConfig) -> 
     return TokenSequence((*timed, Segment(kind="text", ids=question), Segment(kind="text", ids=answer, loss=True)))
 
 
-def _windows(seconds: Fraction, audio) -> list[Unit]:
+def _windows(seconds: Fraction, audio: AudioWindows) -> list[Unit]:
     """Cut sound into windows of the encoder's length; 100 mel frames a second, 46.875 packets a second."""
     windows = []
     for frame in range(0, int(seconds * 100) - audio.window + 1, audio.window):
@@ -176,6 +177,6 @@ def _row(
     return RowLoad(tokens=tokens, labels=tokens if labels is None else labels), Mask.causal([tokens])
 
 
-def _parameters(encoder, width: int) -> int:
+def _parameters(encoder: Encoder, width: int) -> int:
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in encoder.build(width).parameters())

@@ -43,7 +43,7 @@ class Architecture:
         """Count the parameters of one block with this attention, all experts and their router included."""
         width, hidden = self.backbone.width, self.backbone.mlp_width
         mixture = self.experts * (3 * width * hidden + width) - 3 * width * hidden if self.experts else 0
-        return _dense_block_parameters(self.backbone, variant) + mixture
+        return _dense_block_parameters(_single(self.backbone, variant)) + mixture
 
     @property
     def outer_parameters(self) -> int:
@@ -67,8 +67,8 @@ def _single(backbone: BackboneConfig, variant: AttentionConfig) -> BackboneConfi
 
 
 @cache
-def _dense_block_parameters(backbone: BackboneConfig, variant: AttentionConfig) -> int:
-    return _single(backbone, variant).parameters() - backbone.width
+def _dense_block_parameters(single: BackboneConfig) -> int:
+    return single.parameters() - single.width
 
 
 def find_architecture(name: str) -> Architecture:

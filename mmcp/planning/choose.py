@@ -292,13 +292,19 @@ def meshes(devices: int, rows: int) -> Iterator[MeshConfig]:
 
 def patterns(pattern: tuple[AttentionConfig, ...], *, crosses: bool) -> Iterator[tuple[AttentionConfig, ...]]:
     """List the pattern with every mode of every kind of layer; with a ring at least one kind must cross it."""
-    kinds = list(dict.fromkeys(replace(variant, mode="ulysses") for variant in pattern))
+    kinds = list(dict.fromkeys(with_mode(variant, "ulysses") for variant in pattern))
     possible = [modes_of(kind) if crosses and kind.chunks == 1 else ("ulysses",) for kind in kinds]
     for modes in product(*possible):
         if crosses and set(modes) == {"ulysses"}:
             continue  # the same as all ranks on the Ulysses axis
         mode_of = dict(zip(kinds, modes, strict=True))
-        yield tuple(replace(variant, mode=mode_of[replace(variant, mode="ulysses")]) for variant in pattern)
+        yield tuple(with_mode(variant, mode_of[with_mode(variant, "ulysses")]) for variant in pattern)
+
+
+def with_mode(variant: AttentionConfig, mode: str) -> AttentionConfig:
+    """Return the variant in another mode."""
+    settings: Any = variant
+    return replace(settings, mode=mode)
 
 
 def modes_of(variant: AttentionConfig) -> tuple[str, ...]:

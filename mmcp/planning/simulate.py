@@ -138,7 +138,7 @@ def simulate_rank(
                 moved = router.to_owners(rows, trainable=True), router.to_scorers(hidden, trainable=True)
             kept += held()
             with record(here.world) as back:
-                sum(part.sum() for part in moved).backward()
+                (moved[0].sum() + moved[1].sum()).backward()
             _add(recorder, once, 1)
             _add(recorder, back, 1)
             info = RowInfo(Mask.of(row), plan, here.cp.index)

@@ -119,7 +119,7 @@ def test_hugging_face_values():
     read = from_values({"text_config": values, "vision_config": {}}, name="a", place="config.json")
     assert [variant.name for variant in read.backbone.variants] == ["gated_delta"] * 3 + ["softmax"]
     assert len(read.notes) == 2
-    with pytest.raises(ValueError, match="config.json: hidden_size=None, but a decoder needs a whole number"):
+    with pytest.raises(ValueError, match=r"config.json: hidden_size=None, but a decoder needs a whole number"):
         from_values({**values, "hidden_size": None}, name="a", place="config.json")
     with pytest.raises(ValueError, match="layer_types has 'mamba', which is unknown"):
         from_values({**values, "layer_types": ["mamba"] * 4}, name="a", place="config.json")
