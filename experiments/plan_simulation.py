@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from experiments.plan_source import Asked
+from mmcp.model.backbone import BackboneConfig
 from mmcp.planning.choose import Choice
 from mmcp.planning.memory import memory_of
 from mmcp.planning.share import share_of
@@ -21,10 +22,11 @@ def simulation_record(choice: Choice, asked: Asked) -> dict:
     mesh = best.setting.mesh
     backbone = replace(job.architecture.backbone, pattern=best.setting.pattern)
     row = asked.sequence or text_row(job.load.tokens, min(job.load.labels, MOST_LABELS))
-    costs = row_costs(row, asked.costs)
+    model = in_modes(asked.costs, backbone)
+    costs = row_costs(row, model)
     plan = STRATEGIES["balanced"](row, (mesh.ring, mesh.ulysses), costs)
     done = simulate(backbone, mesh, row, plan, dtype=job.dtype)
-    seconds = _rank_seconds(done, balance(row, plan, costs), asked.costs, choice)
+    seconds = _rank_seconds(done, balance(row, plan, costs), model, choice)
     slowest = max(range(mesh.world), key=lambda rank: seconds[rank])
     architecture = replace(job.architecture, backbone=backbone)
     memory = [
@@ -55,6 +57,13 @@ def simulation_record(choice: Choice, asked: Asked) -> dict:
         "most_memory_bytes": max(memory),
         "simulation_seconds": done.seconds,
     }
+
+
+def in_modes(costs: CostModel, backbone: BackboneConfig) -> CostModel:
+    """Price the layers of each kind in the mode that was chosen for them."""
+    modes = [variant.mode for variant in dict.fromkeys(backbone.variants)]
+    layers = tuple(replace(layer, mode=mode) for layer, mode in zip(costs.layers, modes, strict=True))
+    return replace(costs, layers=layers)
 
 
 def text_row(tokens: int, labels: int) -> TokenSequence:

@@ -13,7 +13,7 @@ from experiments.base import ModelConfig, RunConfig, cost_model
 from experiments.inspect_source import find_row
 from mmcp.masks import Mask
 from mmcp.planning.architecture import Architecture, find_architecture
-from mmcp.planning.choose import Job
+from mmcp.planning.choose import Job, with_mode
 from mmcp.planning.devices import find_device
 from mmcp.planning.share import RowLoad, UnitBytes, load_of
 from mmcp.sequence import SAMPLE_RATE, Segment, TokenSequence, Unit
@@ -57,7 +57,7 @@ def find_job(
             raise ValueError(f"{name} {number}: use at least 1")
     if (clip is None) == (tokens is None):
         raise ValueError("name what a row holds: either --clip 1h@1fps (or a file) or --tokens N")
-    architecture = find_architecture(model) if model else own_architecture(settings)
+    architecture = without_modes(find_architecture(model) if model else own_architecture(settings))
     encoders = replace(settings.model, backbone=architecture.backbone)
     dtype = torch.float64 if settings.dtype == "float64" else getattr(torch, settings.dtype)
     costs = cost_model(
@@ -89,6 +89,12 @@ def find_job(
         "devices": f"{gpus} x {job.device.name}, {rows} rows a step",
     }
     return Asked(job=job, sequence=sequence, costs=costs, unit_bytes=sizes, facts=facts)
+
+
+def without_modes(architecture: Architecture) -> Architecture:
+    """Put every layer in one mode: modes are what is chosen."""
+    pattern = tuple(with_mode(variant, "ulysses") for variant in architecture.backbone.pattern)
+    return replace(architecture, backbone=replace(architecture.backbone, pattern=pattern))
 
 
 def own_architecture(settings: RunConfig) -> Architecture:
