@@ -90,11 +90,17 @@ class AttentionPlace:
         return sum(-(-run // step) for run in self.runs) * self.query * numbers * self.wide
 
     def passed(self, transition: int, state: int) -> int:
-        """Bytes of what all runs do to the state and of the states before this rank's."""
+        """Bytes of what runs do to the state, all of them gathered or only this rank's, and of the states before these.
+
+        A matrix stands in one tensor with the state that it was computed with.
+        """
         if not self.crosses:
             return 0
-        runs = self.share.row_runs * (transition + state) + len(self.runs) * state
-        return runs * self.query * self.wide
+        own = len(self.runs)
+        gathered = self.share.row_runs * (transition + state)
+        scanned = own * (transition + (state if transition > 1 else 0))
+        numbers = (scanned if self.variant.mode == "scan" else gathered) + own * state
+        return numbers * self.query * self.wide
 
 
 def place_of(architecture: Architecture, variant: AttentionConfig, share: RankShare, element: int) -> AttentionPlace:

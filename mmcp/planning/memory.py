@@ -144,7 +144,7 @@ def memory_of(
     activations, attention, loss, host = kept.activations, kept.attention, kept.loss, 0
     if policy.checkpointing:
         again = max((kept_by_block(architecture, place) for place, _ in places), key=lambda block: block.total)
-        activations += again.tokenwise
+        activations += again.tokenwise - share.tokens * settings.width * e  # its input is counted already
         attention += again.attention
     if policy.offload_activations:
         row = share.tokens * settings.width * e
@@ -211,7 +211,7 @@ def _working(
     """Bytes of temporaries by part.
 
     head        one chunk of logits in both types and its softmax, the sum of the weight's gradients
-    mlp         gradients of output, product, gate and up, three factors of the slope
+    mlp         gradients of output, product, gate and up, three factors of the slope; the product is gone by then
     norm        its input normed, and gradients, in the wide type
     attention   gradients of output, q, k, v, and the messages they travel in
     """
@@ -220,7 +220,7 @@ def _working(
     at_once = min(n, tile) if tile else n
     return {
         "head": rows * architecture.vocabulary * (e + 2 * w) + architecture.vocabulary * settings.width * w,
-        "mlp": 2 * n * settings.width * e + at_once * 6 * architecture.mlps * settings.mlp_width * e,
+        "mlp": 2 * n * settings.width * e + at_once * 5 * architecture.mlps * settings.mlp_width * e,
         "norm": n * settings.width * e + at_once * settings.width * 5 * w,
         "attention": _attention_working(place, w),
     }

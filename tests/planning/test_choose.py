@@ -22,8 +22,8 @@ from mmcp.planning.share import RowLoad
 PLAIN = (MemoryPolicy(checkpointing=False), MemoryPolicy(checkpointing=True))
 MODES = {
     "softmax": ("ulysses", "ring", "allgather"),
-    "linear": ("ulysses", "state"),
-    "gated_delta": ("ulysses", "state"),
+    "linear": ("ulysses", "state", "scan"),
+    "gated_delta": ("ulysses", "state", "scan"),
 }
 CASES = {
     "grouped heads": ((SoftmaxConfig(),), (28, 4), 200_000, 8, 1),

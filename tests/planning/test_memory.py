@@ -32,6 +32,8 @@ RUNS = {
     "delta, one rank": Run(pattern=(GatedDeltaConfig(),)),
     "delta, ulysses": Run(ulysses=3, pattern=(GatedDeltaConfig(),)),
     "delta, state": Run(ring=2, pattern=(GatedDeltaConfig(mode="state"),)),
+    "linear, scan": Run(ring=3, pattern=(LinearConfig(mode="scan"),)),
+    "delta, scan": Run(ring=2, pattern=(GatedDeltaConfig(mode="scan"),)),
     "hybrid, float64, checkpointing": Run(
         ring=4,
         dtype=torch.float64,

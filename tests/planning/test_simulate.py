@@ -22,6 +22,7 @@ CASES = {
     "ulysses": (MeshConfig(ulysses=3), (SoftmaxConfig(),)),
     "ring x ulysses, two groups": (MeshConfig(dp_shard=2, ring=3, ulysses=2), (SoftmaxConfig(mode="ring"),)),
     "gathered keys": (MeshConfig(ring=2, ulysses=2), (SoftmaxConfig(mode="allgather"), LinearConfig())),
+    "scans": (MeshConfig(ring=4), (GatedDeltaConfig(mode="scan"), LinearConfig(mode="scan"))),
     "states": (MeshConfig(dp_replicate=2, ring=3), (GatedDeltaConfig(mode="state"), LinearConfig(mode="state"))),
 }
 
