@@ -178,7 +178,7 @@ def _layer_costs(backbone: BackboneConfig) -> tuple[LayerCost, ...]:
             pair_flops=variant.pair_flops(backbone.shape(variant).head_dim),
             token_flops=variant.token_flops(backbone.shape(variant).head_dim),
             window=variant.window,
-            mode="state" if variant.mode == "state" else "ulysses",
+            mode="state" if variant.mode == "scan" else variant.mode,
         )
         for variant, count in counts.items()
     )

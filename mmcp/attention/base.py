@@ -188,8 +188,8 @@ class RecurrentAttention(Attention):
         """Mix what is read of neighbouring tokens, once, before `summarise` and `finish`; by default nothing.
 
         inputs: one [n, heads present, dim] per entry of `tensors`, the tokens of all runs
-        halo: one [runs, halo, heads present, dim] per entry that has one, the tokens before each run, with gradients;
-            of no effect where they lie before the row or in another document
+        halo: one [runs, halo, heads present, dim] per entry, the tokens before each run, with gradients; of no effect
+            where they lie before the row or in another document
         """
         return inputs
 
@@ -220,9 +220,7 @@ class RecurrentAttention(Attention):
         assert len(first) == s, f"{len(first)} tokens in a row of {s}"
         runs = ((0, s),) if s else ()
         halo = {
-            spec.name: first.new_zeros((len(runs), spec.halo, *inputs[spec.name].shape[1:]))
-            for spec in self.tensors
-            if spec.halo
+            spec.name: first.new_zeros((len(runs), spec.halo, *inputs[spec.name].shape[1:])) for spec in self.tensors
         }
         states = first.new_zeros(
             (len(runs), len(heads.query_heads), *self.state_dim), dtype=torch.promote_types(first.dtype, torch.float32)

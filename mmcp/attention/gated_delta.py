@@ -55,8 +55,8 @@ class GatedDeltaConfig:
     """Tokens that are multiplied at once; changes speed, not results."""
     output_gate: bool = True
     """Multiply the output by silu(gate(x))."""
-    mode: Literal["ulysses", "state"] = "ulysses"
-    """Over several ranks: trade tokens for heads, or pass the state along the ring axis."""
+    mode: Literal["ulysses", "state", "scan"] = "ulysses"
+    """Over several ranks: trade tokens for heads, or pass the state along the ring axis, gathered or scanned."""
     chunks: int = 1
     """Mode `ulysses`: groups of heads whose exchange runs under the attention of another group."""
 

@@ -47,8 +47,8 @@ class LinearConfig:
     """Turn queries and keys by their positions."""
     output_gate: bool = True
     """Multiply the output by sigmoid(gate(x))."""
-    mode: Literal["ulysses", "state"] = "ulysses"
-    """Over several ranks: trade tokens for heads, or pass the state along the ring axis."""
+    mode: Literal["ulysses", "state", "scan"] = "ulysses"
+    """Over several ranks: trade tokens for heads, or pass the state along the ring axis, gathered or scanned."""
     chunks: int = 1
     """Mode `ulysses`: groups of heads whose exchange runs under the attention of another group."""
 

@@ -129,14 +129,15 @@ def run_cases(cases: list[Case]) -> list[Result | str]:
 
 
 def reference_of(case: Case) -> dict[str, Tensor]:
-    """Compute the output and every gradient by the variant's slow reference, in float64."""
-    core = case.core(torch.float64)
+    """Compute the output and every gradient by the variant's slow reference, in float64, of weights in their type."""
+    core = case.core(case.dtype).double()
     inputs, weight = case.inputs()
     exact = {name: value.double().requires_grad_() for name, value in inputs.items()}
     out = core.reference(exact, case.mask, split_heads(case.heads, case.kv_heads, 1)[0])
-    (out * weight.double()).sum().backward()
-    values = {name: value.grad for name, value in exact.items()} | {"out": out.detach()}
-    return values | {f"weight {name}": weight.grad for name, weight in core.named_parameters()}
+    named = exact | {f"weight {name}": weight for name, weight in core.named_parameters()}
+    loss = (out * weight.double()).sum()
+    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(named, grads, strict=True)) | {"out": out.detach()}
 
 
 def joined(case: Case, results: list[Result]) -> dict[str, Tensor]:
