@@ -75,8 +75,9 @@ def mix(
         layer.in_proj_qkvz(hidden_states), layer.in_proj_ba(hidden_states)
     )
     inputs = {"q": q[0], "k": k[0], "v": v[0], "decay": a[0, ..., None], "strength": b[0, ..., None]}
+    inputs = {name: mmcp_row.without_ghost(x) for name, x in inputs.items()}
     attention: nn.Module = layer.__dict__["mmcp_attention"]
     attention.core.borrow(layer)
-    out = attention(inputs, mmcp_row.info(layer.layer_idx))
+    out = mmcp_row.with_ghost(attention(inputs, mmcp_row.info(layer.layer_idx)))
     gate = F.silu(z[0].to(torch.promote_types(z.dtype, torch.float32)))
     return layer.out_proj((out * gate).to(hidden_states.dtype).flatten(1))[None]

@@ -57,12 +57,12 @@ def attend(
     _check(module, key, value, dropout, options, info.mask.window)
     if attention_mask is None or attention_mask.ndim != 4 or attention_mask.numel():
         raise ValueError(f"{type(module).__name__} changed its attention_mask on the way to its attention")
-    q, k, v = (_as_rows(x) for x in (query, key, value))
+    q, k, v = (mmcp_row.without_ghost(_as_rows(x)) for x in (query, key, value))
     scale = 1.0 if scaling is None else scaling * math.sqrt(q.shape[-1])
     out = mmcp_row.attention(q.shape[1], k.shape[1], q.shape[2])(
         {"q": q if math.isclose(scale, 1.0) else q * scale, "k": k, "v": v}, info
     )
-    return out[None].to(value.dtype), None
+    return mmcp_row.with_ghost(out)[None].to(value.dtype), None
 
 
 def _as_rows(x: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from mmcp.attention.base import RowInfo
 from mmcp.attention.softmax import Softmax, SoftmaxConfig
@@ -44,6 +45,23 @@ class LocalRow:
     infos: tuple[RowInfo, ...]
     """Per layer: its mask on the whole row; layers with one mask share one."""
     attentions: Attentions
+    rank: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the row that this rank holds."""
+        return self.plan.lengths[self.rank]
+
+    def without_ghost(self, x: Tensor) -> Tensor:
+        """Leave what belongs to tokens of the row: [n, ...] -> [s/cp, ...].
+
+        A rank without tokens runs its layers on one token that is in no row, as transformers' layers take no fewer.
+        """
+        return x[: self.num_tokens]
+
+    def with_ghost(self, x: Tensor) -> Tensor:
+        """Give that token zeros where there is one: [s/cp, ...] -> [n, ...]."""
+        return x if self.num_tokens else torch.cat([x, x.new_zeros(1, *x.shape[1:])])
 
     def info(self, layer: int) -> RowInfo:
         """Return what layer number `layer` is told."""

@@ -6,12 +6,13 @@ tokens. Its loss is the sum of all token losses over the labelled tokens, whatev
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -112,21 +113,25 @@ class ParallelForward:
         check_ranks_agree(whole, plan, self.mesh.cp)
         device = batch["input_ids"].device
         router = Router(plan, self.mesh.cp, device=device)
-        held = plan.positions(self.mesh.cp.index)
-        ids = torch.from_numpy(whole.ids[held]).to(device)
+        rank = self.mesh.cp.index
+        row = LocalRow(plan, row_infos(list(whole.masks), plan, rank), self.attentions, rank)
+        held = plan.positions(rank)
+        ids, positions = whole.ids[held], whole.positions[:, held]
+        if not len(held):
+            ids, positions = np.zeros(1, np.int64), np.zeros((len(positions), 1), np.int64)
         inputs: dict[str, Any] = {
-            "input_ids": ids[None],
-            "position_ids": torch.from_numpy(whole.positions[:, held]).to(device),
+            "input_ids": torch.from_numpy(ids).to(device)[None],
+            "position_ids": torch.from_numpy(positions).to(device),
             "attention_mask": no_mask(),
-            "mmcp_row": LocalRow(plan, row_infos(list(whole.masks), plan, self.mesh.cp.index), self.attentions),
+            "mmcp_row": row,
             "use_cache": False,
             "return_dict": True,
         }
         if len(whole.positions) > 1:
             inputs["position_ids"] = inputs["position_ids"][:, None]
         if self.tower is not None:
-            inputs["mm_encoder_outputs"] = self._media(batch, whole, plan, router, ids)
-        with _routed_head(self.model.get_output_embeddings(), router):
+            inputs["mm_encoder_outputs"] = self._media(batch, whole, plan, router)
+        with _routed_head(self.model.get_output_embeddings(), router, row):
             logits = type(self.model).forward(self.model, **inputs).logits[0]
         return scored_output(logits, batch, whole, plan, group=self.mesh.cp, weight=self.weight)
 
@@ -135,23 +140,23 @@ class ParallelForward:
         mesh = self.mesh.ring.size, self.mesh.ulysses.size
         return self.plan_row(whole.sequence, mesh, row_costs(whole.sequence, self.costs))
 
-    def _media(
-        self, batch: dict[str, Any], whole: WholeRow, plan: ShardPlan, router: Router, ids: Tensor
-    ) -> dict[str, Any]:
+    def _media(self, batch: dict[str, Any], whole: WholeRow, plan: ShardPlan, router: Router) -> dict[str, Any]:
         """Encode this rank's units, send their rows to the tokens, and give the model the rows of its own tokens."""
         assert self.tower is not None
-        mine = [unit for _, ranges in plan.calls[self.mesh.cp.index] for unit in as_indices(ranges)]
+        rank = self.mesh.cp.index
+        mine = [unit for _, ranges in plan.calls[rank] for unit in as_indices(ranges)]
         rows = self.tower.encode(batch, [whole.units[unit] for unit in mine])
         rows = router.to_owners(rows, trainable=torch.is_grad_enabled())
+        ids = torch.from_numpy(whole.ids[plan.positions(rank)]).to(rows.device)
         return self.tower.outputs(rows, ids, frozenset(unit.kind for unit in whole.units))
 
 
 @contextmanager
-def _routed_head(head: nn.Module, router: Router):
+def _routed_head(head: nn.Module, router: Router, row: LocalRow) -> Iterator[None]:
     """Send the rows that reach the output head to the ranks that score them."""
 
     def route(_module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        return (router.to_scorers(args[0][0], trainable=torch.is_grad_enabled())[None],)
+        return (router.to_scorers(row.without_ghost(args[0][0]), trainable=torch.is_grad_enabled())[None],)
 
     handle = head.register_forward_pre_hook(route)
     try:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import groupby
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from mmcp.registry import Registry
 
@@ -74,6 +74,14 @@ class Tower(Protocol):
 
         rows: [m, columns]  of the media tokens held here, ascending   ids: [s/cp]   kinds: in the whole row
         """
+
+
+@dataclass
+class TowerOutput(BaseModelOutputWithPooling):
+    """What a model is handed in the place of its tower's answer: the rows of this rank's tokens."""
+
+    deepstack_features: list[tuple[Tensor, ...]] | None = None
+    """Per layer that adds one: its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +149,7 @@ class QwenTower:
         for kind in sorted(kinds):
             chosen = rows[ids[media] == self.token_ids[kind]]
             first, *further = chosen.split(width, dim=1)
-            outputs[kind] = SimpleNamespace(pooler_output=(first,), deepstack_features=[(x,) for x in further])
+            outputs[kind] = TowerOutput(pooler_output=(first,), deepstack_features=[(x,) for x in further])
         return outputs
 
     def _units_of(self, kind: str, batch: dict[str, Any], ids: np.ndarray) -> list[MediaUnit]:
@@ -239,7 +247,7 @@ class GemmaTower:
 
     def outputs(self, rows: Tensor, ids: Tensor, kinds: frozenset[str]) -> dict[str, Any]:
         """Give the images their rows."""
-        return {kind: SimpleNamespace(pooler_output=rows[None]) for kind in kinds}
+        return {kind: TowerOutput(pooler_output=rows[None]) for kind in kinds}
 
 
 for _model_type in ("qwen2_5_vl", "qwen3_vl"):
@@ -264,4 +272,4 @@ def _with_step(unit: MediaUnit, pixels: Tensor | DeferredPixels) -> MediaUnit:
 
 def _deepstack(out: Any) -> list[Tensor]:
     """[rows, e] for each layer that takes a feature of the tower."""
-    return list(getattr(out, "deepstack_features", None) or [])
+    return [torch.cat(tuple(feature)) for feature in getattr(out, "deepstack_features", None) or ()]
