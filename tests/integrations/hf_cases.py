@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from mmcp.integrations.transformers import parallelize
+from mmcp.integrations.transformers import average_gradients, parallelize
 from mmcp.parallel.mesh import MeshConfig, build_mesh
 
 VOCABULARY = 96
@@ -311,12 +310,11 @@ def errors_against_one_process(case: HfCase) -> dict[str, float]:
         model.zero_grad()
         out = model(**make_batch(case.batch, case.dtype))
         out.loss.backward()
+    average_gradients(model, mesh)
     whole = torch.sqrt(sum(g.square().sum() for g in gradients.values()))
     errors = {"loss": abs(out.loss.item() - loss) / abs(loss)}
     for name, parameter in model.named_parameters():
-        mine = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        dist.all_reduce(mine)
-        errors[name] = relative(mine / mesh.cp.size, gradients[name], whole)
+        errors[name] = relative(parameter.grad, gradients[name], whole)
     return errors
 
 

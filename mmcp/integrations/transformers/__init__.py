@@ -1,5 +1,9 @@
-"""transformers models over context-parallel ranks: `model = parallelize(model, mesh)`."""
+"""transformers models over context-parallel ranks: `model = parallelize(model, mesh)`.
 
-from mmcp.integrations.transformers.parallelize import parallelize
+`parallelize_trainer` and `share_batches` are in `trainer`, which needs accelerate.
+"""
 
-__all__ = ["parallelize"]
+from mmcp.integrations.transformers.parallelize import average_gradients, parallelize
+from mmcp.integrations.transformers.towers import DeferredPixels, Step
+
+__all__ = ["DeferredPixels", "Step", "average_gradients", "parallelize"]

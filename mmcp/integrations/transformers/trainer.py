@@ -5,11 +5,13 @@ batches and give one answer to metrics. Losses and gradients need nothing more: 
 and the average of their gradients, which DDP and FSDP take, is that of one process (see `parallelize`).
 """
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -43,19 +45,28 @@ def share_batches(accelerator: Accelerator, mesh: Mesh) -> Accelerator:
     Call it before accelerator.prepare(). With dp groups of ranks, `gather_for_metrics` joins one answer of each group.
     """
     accelerator.prepare_data_loader = MethodType(_prepare_for(mesh.data), accelerator)
-    gather = accelerator.gather_for_metrics
-
-    def gather_for_metrics(values: Any, use_gather_object: bool = False) -> Any:
-        if mesh.data.size == 1:
-            return values
-        gathered = gather(values, use_gather_object)
-        return _first_of_each_group(gathered, mesh.cp.size) if isinstance(gathered, Tensor) else gathered
-
-    accelerator.gather_for_metrics = gather_for_metrics
+    accelerator.gather_for_metrics = MethodType(_gather_for(mesh), accelerator)
     return accelerator
 
 
-def _prepare_for(data: Group) -> Any:
+def _gather_for(mesh: Mesh) -> Callable[..., Any]:
+    """Make accelerate's gather_for_metrics for groups: one answer of each, without those that fill up an epoch."""
+
+    def gather(accelerator: Accelerator, values: Any, use_gather_object: bool = False) -> Any:
+        def join(x: Tensor) -> Tensor:
+            if mesh.data.size > 1:
+                x = accelerator.gather(x).view(mesh.world.size, -1, *x.shape[1:])[:: mesh.cp.size].flatten(0, 1)
+            state = accelerator.gradient_state
+            return x[: state.remainder] if state.end_of_dataloader and state.remainder > 0 and x.ndim else x
+
+        if use_gather_object:
+            raise ValueError("objects are not gathered over groups of ranks; gather tensors")
+        return recursively_apply(join, values, error_on_other_type=True)
+
+    return gather
+
+
+def _prepare_for(data: Group) -> Callable[..., DataLoader]:
     """Make accelerate's prepare_data_loader for a group's place among the data-parallel groups."""
 
     def prepare(
@@ -82,9 +93,3 @@ def _prepare_for(data: Group) -> Any:
         return prepared
 
     return prepare
-
-
-def _first_of_each_group(gathered: Tensor, ranks: int) -> Tensor:
-    """Keep one rank's part of each context-parallel group: groups are runs of `ranks` ranks."""
-    parts = gathered.reshape(-1, ranks, *gathered.shape[1:]) if gathered.ndim == 1 else gathered[None]
-    return parts[:, 0] if gathered.ndim == 1 else gathered
