@@ -7,6 +7,7 @@ Run: python -m pytest tests/integrations/test_hf_trainers.py
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def curve(module: Any, out: str, ranks: int, resume: bool, options: dict[str, An
         return loss
 
     trainer.training_step = noted
-    with wide_casts():
+    with nullcontext() if module.__name__.endswith("hf_sft") else wide_casts():
         trainer.train(resume_from_checkpoint=f"{out}/checkpoint-{STEPS // 2}" if resume else False)
     return losses, [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
 
@@ -85,14 +86,15 @@ def run_accelerate(out: str, resume: bool, options: dict[str, Any]) -> tuple[lis
 
 
 def compare(pool, tmp_path, run: Callable, options: dict[str, Any]) -> None:
+    close = 1e-6 if run is run_sft else 1e-8  # TRL's own head computes in float32
     ((expected, held_out),) = pool.run(run, str(tmp_path / "one"), False, options, ranks=1)
     for losses, scores in pool.run(run, str(tmp_path / "two"), False, options, ranks=2):
-        assert losses == pytest.approx(expected, rel=1e-8)
-        assert scores == pytest.approx(held_out, rel=1e-8)
+        assert losses == pytest.approx(expected, rel=close)
+        assert scores == pytest.approx(held_out, rel=close)
     for losses, scores in pool.run(run, str(tmp_path / "two"), True, options, ranks=2):
         assert len(losses) == len(expected) // 2
-        assert losses == pytest.approx(expected[-len(losses) :], rel=1e-8)
-        assert scores[-1] == pytest.approx(held_out[-1], rel=1e-8)
+        assert losses == pytest.approx(expected[-len(losses) :], rel=close)
+        assert scores[-1] == pytest.approx(held_out[-1], rel=close)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
