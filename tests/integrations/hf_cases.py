@@ -8,6 +8,7 @@ the whole model's gradient), L2 per tensor.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -326,8 +327,7 @@ def one_process(model: nn.Module, batch: dict[str, Any]) -> tuple[float, dict[st
     parts = [batch]
     if model.config.model_type == "qwen3_next" and "position_ids" in batch:
         starts = [*torch.nonzero(batch["position_ids"][0] == 0)[:, 0].tolist(), batch["input_ids"].shape[1]]
-        bounds = zip(starts[:-1], starts[1:], strict=True)
-        parts = [{key: value[:, a:b] for key, value in batch.items()} for a, b in bounds]
+        parts = [{key: value[:, a:b] for key, value in batch.items()} for a, b in pairwise(starts)]
     count = sum(int((part["labels"][:, 1:] != -100).sum()) for part in parts)
     losses = [model(**part, num_items_in_batch=count, use_cache=False).loss for part in parts]
     sum(losses).backward()

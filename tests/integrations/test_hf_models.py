@@ -60,3 +60,24 @@ def test_some_cases_equal_one_process(rank_pool, case):
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_all_cases_equal_one_process(rank_pool, case):
     check(rank_pool, case)
+
+
+def deferred_against_decoded() -> tuple[list[int], float]:
+    """Run a video whose pixels are loaded where they are encoded: steps loaded here, difference of the losses."""
+    batch = hf_cases.make_batch("qwen_video", torch.float64)
+    pixels, loaded = batch["pixel_values_videos"], []
+
+    def load(steps: list[int]) -> torch.Tensor:
+        loaded.extend(steps)
+        return torch.cat([pixels[16 * step : 16 * step + 16] for step in steps])
+
+    model = parallelize(hf_cases.make_model("qwen2_5_vl", torch.float64), build_mesh(MeshConfig(ulysses=3)))
+    whole = model(**batch).loss.item()
+    steps = [Step(at=Fraction(n), frames=(n,), decode=(n, n + 1), native=(16, 16)) for n in range(8)]
+    return loaded, abs(model(**batch | {"pixel_values_videos": DeferredPixels(load, steps)}).loss.item() - whole)
+
+
+def test_each_step_of_a_video_is_loaded_on_one_rank(rank_pool):
+    found = rank_pool.run(deferred_against_decoded, ranks=3)
+    assert sorted(step for loaded, _ in found for step in loaded) == list(range(8))
+    assert all(loaded for loaded, _ in found) and max(difference for _, difference in found) < 1e-12

@@ -15,11 +15,11 @@ import pytest
 for name in ("transformers", "accelerate", "trl", "datasets"):
     pytest.importorskip(name)
 
-import torch
-import torch.distributed as dist
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
-from mmcp.parallel.mesh import MeshConfig, build_mesh
-from tests.integrations.hf_cases import wide_casts
+from mmcp.parallel.mesh import MeshConfig, build_mesh  # noqa: E402
+from tests.integrations.hf_cases import wide_casts  # noqa: E402
 
 STEPS = 20
 
