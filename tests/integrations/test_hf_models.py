@@ -8,8 +8,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from fractions import Fraction
+
 import torch
 
+from mmcp.integrations.transformers import DeferredPixels, Step, parallelize
+from mmcp.parallel.mesh import MeshConfig, build_mesh
+from tests.integrations import hf_cases
 from tests.integrations.hf_cases import HfCase, errors_against_one_process
 
 TEXT_BATCHES = ("text", "right_padded", "left_padded", "packed", "labels_at_the_end", "three_tokens")
