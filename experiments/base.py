@@ -174,13 +174,13 @@ def _layer_costs(backbone: BackboneConfig) -> tuple[LayerCost, ...]:
     return tuple(
         LayerCost(
             count=count,
-            heads=backbone.shape(variant).heads,
-            pair_flops=variant.pair_flops(backbone.shape(variant).head_dim),
-            token_flops=variant.token_flops(backbone.shape(variant).head_dim),
+            heads=shape.heads,
+            pair_flops=variant.pair_flops(shape.head_dim),
+            token_flops=variant.token_flops(shape.head_dim),
             window=variant.window,
-            mode="state" if variant.mode == "scan" else variant.mode,
+            mode=variant.mode,
         )
-        for variant, count in counts.items()
+        for variant, shape, count in ((variant, backbone.shape(variant), count) for variant, count in counts.items())
     )
 
 

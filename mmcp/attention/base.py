@@ -1,8 +1,9 @@
 """What an attention variant is: named per-head tensors in, one output out; how it is parallelised is not its matter."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.ranges import Ranges
 
 ATTENTION = Registry("attention variant")
+Derived = TypeVar("Derived")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ class HeadTensor:
     """Tokens before a run that `RecurrentAttention.prepare` reads."""
 
 
+def qkv_tensors(head_dim: int) -> tuple[HeadTensor, ...]:
+    """Return what plain attention takes: q per query head, k and v per key-value head."""
+    return tuple(HeadTensor(name, heads, head_dim) for name, heads in (("q", "query"), ("k", "kv"), ("v", "kv")))
+
+
 @dataclass(frozen=True, eq=False)
 class RowInfo:
     """What every layer may know of a row: the same object for all layers of one forward."""
@@ -95,8 +102,17 @@ class RowInfo:
     """Who holds which token."""
     rank: int
     """This rank inside the plan."""
-    memo: dict[Any, Any] = field(default_factory=dict)
-    """Index tensors derived from plan and mask, kept for the next layer; keys belong to their consumers."""
+    memo: dict[Hashable, Any] = field(default_factory=dict)
+    """What `once` has made."""
+
+    def once(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
+        """Return what `make` derives from plan and mask, made for the first layer that asks and kept for the next.
+
+        key: names the consumer and all that the result depends on beside this row
+        """
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
 
 
 class Attention(nn.Module, ABC):
@@ -233,6 +249,19 @@ def carry(transition: Tensor, state: Tensor) -> Tensor:
     return transition @ state if transition.ndim == state.ndim else transition[..., None, None] * state
 
 
+def transposed(transition: Tensor, state: Tensor) -> Tensor:
+    """Return the transitions by which `carry` takes gradients of these states back."""
+    return transition.mT if transition.ndim == state.ndim else transition
+
+
+def transition_gradient(transition: Tensor, before: Tensor, grad_after: Tensor) -> Tensor:
+    """Return the gradient of transitions [runs, h] or [runs, h, d_k, d_k] in carry(transition, before).
+
+    before: states they were applied to  grad_after: gradients of the states that came of it, [runs, h, d_k, d_v] each
+    """
+    return grad_after @ before.mT if transition.ndim == before.ndim else (grad_after * before).sum((-2, -1))
+
+
 class LocalAttention(nn.Module):
     """All heads of a layer on one rank: the call that a parallel wrapper answers too."""
 
@@ -330,3 +359,21 @@ class Variant:
     def state_bytes(self, *, heads: int, head_dim: int) -> int:
         """Bytes of state that a run of tokens hands on to the next; 0 where there is none."""
         return 0
+
+
+class RecurrentVariant(Variant):
+    """What the config of a variant answers whose core is a `RecurrentAttention` in chunks; it has a field `chunk`."""
+
+    chunk: int
+    """Tokens that are multiplied at once."""
+
+    @property
+    def layout(self) -> Literal["any", "contiguous"]:
+        """Tokens a rank may hold when the sequence stays split: state is passed along ranges in order."""
+        return "contiguous"
+
+    def check_sizes(self) -> None:
+        """Raise ValueError for a number of tokens in a chunk, or of head groups, that means nothing."""
+        if self.chunk < 1:
+            raise ValueError(f"chunk={self.chunk} tokens; use at least 1, 64 is a good size")
+        check_chunks(self.mode, self.chunks)

@@ -73,11 +73,13 @@ def runs_of(info: RowInfo, runs: Ranges, size: int, tokens: Tensor) -> Runs:
     """Cut the runs that `tokens` [n, ...] belong to into chunks of `size`; equal layers share the result."""
     assert len(tokens) == num_tokens(runs), f"{len(tokens)} tokens in runs of {num_tokens(runs)}"
     on_gpu = uses_fla(tokens)
-    key = ("chunks", size, runs, on_gpu)
-    if key not in info.memo:
-        groups = () if on_gpu else groups_of(info.mask, size, tokens.device, runs)
-        info.memo[key] = Runs(groups, cut_sequences(info.mask, runs, tokens.device) if on_gpu else None)
-    return info.memo[key]
+
+    def cut() -> Runs:
+        if on_gpu:
+            return Runs((), cut_sequences(info.mask, runs, tokens.device))
+        return Runs(groups_of(info.mask, size, tokens.device, runs), None)
+
+    return info.once(("chunks", size, runs, on_gpu), cut)
 
 
 def groups_of(mask: Mask, size: int, device: torch.device, runs: Ranges) -> tuple[tuple[Group, ...], ...]:

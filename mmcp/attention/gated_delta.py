@@ -22,9 +22,8 @@ from mmcp.attention.base import (
     HeadShare,
     HeadTensor,
     RecurrentAttention,
+    RecurrentVariant,
     RowInfo,
-    Variant,
-    check_chunks,
 )
 from mmcp.attention.blocks import by_blocks
 from mmcp.attention.chunks import runs_of
@@ -40,7 +39,7 @@ FASTEST_RATE, SHORTEST_STEP, LONGEST_STEP = 16.0, 1e-3, 1e-1  # of new layers, a
 
 @ATTENTION.register("gated_delta")
 @config
-class GatedDeltaConfig(Variant):
+class GatedDeltaConfig(RecurrentVariant):
     name: Literal["gated_delta"] = "gated_delta"
     value_heads: int = 0
     """Heads with a state and an output; 0: as many as the backbone has query heads."""
@@ -69,9 +68,7 @@ class GatedDeltaConfig(Variant):
                 f"value_heads={self.value_heads}, key_heads={self.key_heads}, head_dim={self.head_dim}; use positive "
                 "numbers, or 0 for those of the backbone"
             )
-        if self.chunk < 1:
-            raise ValueError(f"chunk={self.chunk} tokens; use at least 1, 64 is a good size")
-        check_chunks(self.mode, self.chunks)
+        self.check_sizes()
 
     @property
     def rotary(self) -> bool:
@@ -87,11 +84,6 @@ class GatedDeltaConfig(Variant):
     def gate_activation(self) -> Literal["sigmoid", "silu"]:
         """What the output gate passes through."""
         return "silu"
-
-    @property
-    def layout(self) -> Literal["any", "contiguous"]:
-        """Which tokens a rank may hold: state is passed along ranges in order."""
-        return "contiguous"
 
     def shape(self, backbone: HeadShape) -> HeadShape:
         """Take the heads of the backbone where no others are given."""
@@ -146,11 +138,10 @@ class GatedDelta(RecurrentAttention):
         self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, runs: Ranges, halo: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """Convolve q, k, v: [n, heads, d] and turn decay, strength: [n, h, 1] into g and b."""
-        key = ("edges", self.settings.convolution, runs)
-        if key not in info.memo:
-            info.memo[key] = edges_of(info.mask, self.settings.convolution, inputs["q"].device, runs)
+        width, device = self.settings.convolution, inputs["q"].device
+        edges = info.once(("edges", width, runs), lambda: edges_of(info.mask, width, device, runs))
         filters = {name: self.filters[name][_present(heads, owner)] for name, owner in CONVOLVED.items()}
-        ready = {name: short_convolution(inputs[name], filters[name], halo[name], info.memo[key]) for name in CONVOLVED}
+        ready = {name: short_convolution(inputs[name], filters[name], halo[name], edges) for name in CONVOLVED}
         return ready | self._gates(inputs, heads)
 
     def summarise(

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from mmcp.attention.base import RowInfo
 from mmcp.attention.flash_cpu import head_runs
 from mmcp.masks import Mask, count_pairs
 
@@ -17,12 +17,10 @@ HALF = (torch.bfloat16, torch.float16)
 BLOCK = 128  # tokens of a FlexAttention block along queries and keys
 
 
-def gpu_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, kv_of_query: Sequence[int], memo: dict[Any, Any]
-) -> Tensor:
+def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, kv_of_query: Sequence[int], info: RowInfo) -> Tensor:
     """Attend with gradients.
 
-    q: [s, h, d]  k, v: [s, k, d]   memo: kept for the next layer of the same row
+    q: [s, h, d]  k, v: [s, k, d]   info: keeps what is derived for the next layer of the same row
     returns [s, h, d]
     Raises ValueError for float64, which no GPU kernel takes.
     """
@@ -32,7 +30,7 @@ def gpu_attention(
         return q + (k.sum() + v.sum()).to(q.dtype)
     attend = _flash_attn if uses_flash_attn(mask, q.dtype) else _flex
     runs = head_runs(kv_of_query)
-    parts = [attend(q[:, q0:q1], k[:, k0:k1], v[:, k0:k1], mask, memo) for q0, q1, k0, k1 in runs]
+    parts = [attend(q[:, q0:q1], k[:, k0:k1], v[:, k0:k1], mask, info) for q0, q1, k0, k1 in runs]
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
@@ -55,22 +53,19 @@ def mask_mod(mask: Mask, device: torch.device) -> Callable[[Tensor, Tensor, Tens
     return may_read
 
 
-def _flash_attn(q: Tensor, k: Tensor, v: Tensor, mask: Mask, memo: dict[Any, Any]) -> Tensor:
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, mask: Mask, info: RowInfo) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    if "cu_seqlens" not in memo:
-        memo["cu_seqlens"] = torch.from_numpy(mask.bounds).to(q.device, torch.int32)
-    bounds, longest = memo["cu_seqlens"], int((mask.bounds[1:] - mask.bounds[:-1]).max())
+    bounds = info.once("cu_seqlens", lambda: torch.from_numpy(mask.bounds).to(q.device, torch.int32))
+    longest = int((mask.bounds[1:] - mask.bounds[:-1]).max())
     window = (mask.window - 1, 0) if mask.window else (-1, -1)
     return flash_attn_varlen_func(q, k, v, bounds, bounds, longest, longest, causal=True, window_size=window)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, memo: dict[Any, Any]) -> Tensor:
-    key = ("block_mask", mask.window, mask.sink)
-    if key not in memo:
-        memo[key] = _block_mask(mask, q.device)
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, info: RowInfo) -> Tensor:
+    block_mask = info.once(("block_mask", mask.window, mask.sink), lambda: _block_mask(mask, q.device))
     heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = _compiled_flex()(*heads_first, block_mask=memo[key], enable_gqa=q.shape[1] != k.shape[1])
+    out = _compiled_flex()(*heads_first, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
     return out[0].transpose(0, 1)
 
 

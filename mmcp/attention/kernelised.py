@@ -17,32 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmcp.attention.base import (
-    ATTENTION,
-    HeadShare,
-    HeadTensor,
-    RecurrentAttention,
-    RowInfo,
-    Variant,
-    check_chunks,
-)
+from mmcp.attention.base import ATTENTION, HeadShare, RecurrentAttention, RecurrentVariant, RowInfo, qkv_tensors
 from mmcp.attention.blocks import by_blocks
 from mmcp.attention.chunks import decayed_attention, decayed_state, run_decay, runs_of
+from mmcp.attention.feature_maps import FEATURE_MAPS
 from mmcp.config import config
 from mmcp.masks import Mask
 from mmcp.sharding.ranges import Ranges
 
 
-def _elu_plus_one(x: Tensor) -> Tensor:
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())  # elu(x) + 1 rounds to 0 where exp(x) does not
-
-
-FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"elu": _elu_plus_one, "softmax": lambda x: x.softmax(-1)}
-
-
 @ATTENTION.register("kernelised")
 @config
-class KernelisedConfig(Variant):
+class KernelisedConfig(RecurrentVariant):
     name: Literal["kernelised"] = "kernelised"
     feature_map: Literal["elu", "softmax"] = "elu"
     """f, applied to queries and keys after the rotary turn."""
@@ -58,14 +44,7 @@ class KernelisedConfig(Variant):
     """Mode `ulysses`: groups of heads whose exchange runs under the attention of another group."""
 
     def __post_init__(self):
-        if self.chunk < 1:
-            raise ValueError(f"chunk={self.chunk} tokens; use at least 1, 64 is a good size")
-        check_chunks(self.mode, self.chunks)
-
-    @property
-    def layout(self) -> Literal["any", "contiguous"]:
-        """Which tokens a rank may hold: state is passed along ranges in order."""
-        return "contiguous"
+        self.check_sizes()
 
     def build(self, *, heads: int, kv_heads: int, head_dim: int) -> "Kernelised":
         """Make the core; `heads` query heads in the whole layer, of `head_dim`."""
@@ -89,9 +68,7 @@ class Kernelised(RecurrentAttention):
     def __init__(self, settings: KernelisedConfig, *, head_dim: int):
         super().__init__()
         self.settings, self.feature = settings, FEATURE_MAPS[settings.feature_map]
-        self.tensors = tuple(
-            HeadTensor(name, owner, head_dim) for name, owner in (("q", "query"), ("k", "kv"), ("v", "kv"))
-        )
+        self.tensors = qkv_tensors(head_dim)
         self.out_dim = head_dim
         self.state_dim, self.transition_dim = (head_dim, head_dim + 1), ()
 

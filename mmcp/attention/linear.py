@@ -8,30 +8,24 @@ it is Lightning attention (2401.04658); f = elu + 1 keeps all weights positive.
 """
 
 import math
-from collections.abc import Callable
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmcp.attention.base import ATTENTION, HeadShare, HeadTensor, RecurrentAttention, RowInfo, Variant, check_chunks
+from mmcp.attention.base import ATTENTION, HeadShare, RecurrentAttention, RecurrentVariant, RowInfo, qkv_tensors
 from mmcp.attention.blocks import by_blocks
 from mmcp.attention.chunks import decayed_attention, decayed_state, run_decay, runs_of
+from mmcp.attention.feature_maps import FEATURE_MAPS
 from mmcp.config import config
 from mmcp.masks import Mask
 from mmcp.sharding.ranges import Ranges
 
-FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda x: x,
-    "silu": F.silu,
-    "elu": lambda x: F.elu(x) + 1,
-}
-
 
 @ATTENTION.register("linear")
 @config
-class LinearConfig(Variant):
+class LinearConfig(RecurrentVariant):
     name: Literal["linear"] = "linear"
     feature_map: Literal["identity", "silu", "elu"] = "identity"
     """f, applied to queries and keys after the rotary turn."""
@@ -58,14 +52,7 @@ class LinearConfig(Variant):
                 f"shortest_memory={self.shortest_memory} and longest_memory={self.longest_memory} are tokens; "
                 "they must be above 1 and in this order"
             )
-        if self.chunk < 1:
-            raise ValueError(f"chunk={self.chunk} tokens; use at least 1, 64 is a good size")
-        check_chunks(self.mode, self.chunks)
-
-    @property
-    def layout(self) -> Literal["any", "contiguous"]:
-        """Which tokens a rank may hold: state is passed along ranges in order."""
-        return "contiguous"
+        self.check_sizes()
 
     def build(self, *, heads: int, kv_heads: int, head_dim: int) -> "Linear":
         """Make the core; `heads` query heads in the whole layer, of `head_dim`."""
@@ -91,9 +78,7 @@ class Linear(RecurrentAttention):
     def __init__(self, settings: LinearConfig, *, heads: int, head_dim: int):
         super().__init__()
         self.settings, self.num_heads = settings, heads
-        self.tensors = tuple(
-            HeadTensor(name, owner, head_dim) for name, owner in (("q", "query"), ("k", "kv"), ("v", "kv"))
-        )
+        self.tensors = qkv_tensors(head_dim)
         self.out_dim = head_dim
         self.state_dim, self.transition_dim = (head_dim, head_dim), ()
 

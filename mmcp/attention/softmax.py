@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmcp.attention.base import ATTENTION, HeadShare, HeadTensor, RowInfo, SoftmaxAttention, Variant, check_chunks
+from mmcp.attention.base import ATTENTION, HeadShare, RowInfo, SoftmaxAttention, Variant, check_chunks, qkv_tensors
 from mmcp.attention.flash_cpu import head_runs, partial_attention, partial_attention_backward, tiled_attention
 from mmcp.attention.gpu import gpu_attention
 from mmcp.attention.tiles import Tiling, tile
@@ -60,9 +60,7 @@ class Softmax(SoftmaxAttention):
     def __init__(self, settings: SoftmaxConfig, *, head_dim: int):
         super().__init__()
         self.window, self.sink = settings.window, settings.sink
-        self.tensors = tuple(
-            HeadTensor(name, heads, head_dim) for name, heads in (("q", "query"), ("k", "kv"), ("v", "kv"))
-        )
+        self.tensors = qkv_tensors(head_dim)
         self.out_dim = head_dim
 
     def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
@@ -71,11 +69,9 @@ class Softmax(SoftmaxAttention):
         mask = self.visible(info.mask)
         assert len(q) == mask.num_tokens, f"{len(q)} tokens in a row of {mask.num_tokens}"
         if q.is_cuda:
-            return gpu_attention(q, k, v, mask, heads.kv_of_query, info.memo)
-        key = ("tiling", self.window, self.sink)
-        if key not in info.memo:
-            info.memo[key] = tile(mask.slices)
-        return tiled_attention(q, k, v, info.memo[key], heads.kv_of_query)
+            return gpu_attention(q, k, v, mask, heads.kv_of_query, info)
+        tiling = info.once(("tiling", self.window, self.sink), lambda: tile(mask.slices))
+        return tiled_attention(q, k, v, tiling, heads.kv_of_query)
 
     def visible(self, mask: Mask) -> Mask:
         """Narrow the row's mask by the window."""

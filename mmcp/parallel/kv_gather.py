@@ -53,11 +53,11 @@ def gathered_attention(
     inputs: q [n, h, d], k and v [n, k, d]   tokens of this ring index (`plan.group_tokens`), in sequence order
     returns [n, h, d]
     """
-    mask = core.visible(info.mask)
-    key = (gathered_attention, mask.window, mask.sink)
-    if key not in info.memo:
-        info.memo[key] = gathering_of(info.plan, mask, group.index, inputs["q"].device)
-    return _Gathered.apply(inputs["q"], inputs["k"], inputs["v"], core, heads, group, info.memo[key])
+    mask, device = core.visible(info.mask), inputs["q"].device
+    gathering = info.once(
+        (gathered_attention, mask.window, mask.sink), lambda: gathering_of(info.plan, mask, group.index, device)
+    )
+    return _Gathered.apply(inputs["q"], inputs["k"], inputs["v"], core, heads, group, gathering)
 
 
 class _Gathered(torch.autograd.Function):

@@ -73,10 +73,8 @@ def ring_attention(
     returns [n, h, d]
     """
     mask = core.visible(info.mask)
-    key = (ring_attention, mask.window, mask.sink)
-    if key not in info.memo:
-        info.memo[key] = hops_of(info.plan, mask, group.index)
-    return _Ring.apply(inputs["q"], inputs["k"], inputs["v"], core, heads, group, info.memo[key])
+    hops = info.once((ring_attention, mask.window, mask.sink), lambda: hops_of(info.plan, mask, group.index))
+    return _Ring.apply(inputs["q"], inputs["k"], inputs["v"], core, heads, group, hops)
 
 
 class _Ring(torch.autograd.Function):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmcp.attention.base import HeadShare, RecurrentAttention, RowInfo, carry
+from mmcp.attention.base import HeadShare, RecurrentAttention, RowInfo, carry, transition_gradient, transposed
 from mmcp.parallel.collectives import Group
 from mmcp.parallel.gather import gather_rows
 from mmcp.parallel.halo import Halo, halo_of
@@ -75,16 +75,12 @@ def state_attention(
     returns [n, h, out_dim]
     """
     runs, length = info.plan.group_tokens[group.index], max(tensor.halo for tensor in core.tensors)
-    key, halo_key = (RunOrder, group.index), (Halo, length)
-    if key not in info.memo:
-        info.memo[key] = RunOrder.of(info.plan, group.index)
-    if halo_key not in info.memo:
-        device = inputs[core.tensors[0].name].device
-        info.memo[halo_key] = halo_of(info.plan, info.mask, group.index, length, device)
-    halo = info.memo[halo_key].bring(inputs, core.tensors, group)
-    ready = core.prepare(inputs, info, heads, runs, halo)
+    device = inputs[core.tensors[0].name].device
+    order = info.once(RunOrder, lambda: RunOrder.of(info.plan, group.index))
+    halo = info.once((Halo, length), lambda: halo_of(info.plan, info.mask, group.index, length, device))
+    ready = core.prepare(inputs, info, heads, runs, halo.bring(inputs, core.tensors, group))
     transition, state = core.summarise(ready, info, heads, runs)
-    before = exchange(transition, state, info.memo[key], group)
+    before = exchange(transition, state, order, group)
     return core.finish(ready, info, heads, runs, before)
 
 
@@ -118,13 +114,11 @@ class _GatheredStates(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         transitions, before = ctx.saved_tensors
         runs, group = ctx.settings
-        is_matrix = transitions.ndim == before.ndim
-        transposed = transitions.mT if is_matrix else transitions
+        back = transposed(transitions, before)
         grads = gather_rows(grad, runs.counts, group=group, name="states", backward=True)
         after, passing = torch.empty_like(before), before.new_zeros(before.shape[1:])
         for run in reversed(runs.order):
             if runs.holds(run):
                 after[run - runs.first] = passing
-            passing = carry(transposed[run], passing) + grads[run]
-        grad_transition = after @ before.mT if is_matrix else (after * before).sum((-2, -1))
-        return grad_transition, after, None, None
+            passing = carry(back[run], passing) + grads[run]
+        return transition_gradient(transitions, before, after), after, None, None

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmcp.attention.base import carry
+from mmcp.attention.base import carry, transition_gradient, transposed
 from mmcp.parallel.collectives import Group, start_swap
 from mmcp.parallel.state_passing import RunOrder
 
@@ -68,11 +68,8 @@ class _ScannedStates(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         transition, before = ctx.saved_tensors
         runs, group = ctx.settings
-        is_matrix = transition.ndim == before.ndim
-        transposed = transition.mT if is_matrix else transition
-        after = _scan(transposed, grad, runs, runs.order[::-1], group, backward=True)
-        grad_transition = after @ before.mT if is_matrix else (after * before).sum((-2, -1))
-        return grad_transition, after, None, None
+        after = _scan(transposed(transition, before), grad, runs, runs.order[::-1], group, backward=True)
+        return transition_gradient(transition, before, after), after, None, None
 
 
 def _scan(

@@ -76,7 +76,8 @@ class Ulysses(nn.Module):
         """Return the exchanges of this row; layers of one shape share them."""
         tensors = self.core.tensors
         key = (Ulysses, tensors, self.core.out_dim, *self.heads.values(), len(self.groups), self.group.name, device)
-        if key not in info.memo:
+
+        def make() -> GroupedExchange:
             order = token_order(info.plan, self._ranks(info.plan), device)
             inputs, outputs = [], []
             for group in self.groups:
@@ -86,8 +87,9 @@ class Ulysses(nn.Module):
                 inputs.append(HeadExchange(specs, order, self.group, "ulysses inputs"))
                 outputs.append(HeadExchange((out,), order, self.group, "ulysses output"))
             shares = tuple(group.shares[self.group.index] for group in self.groups)
-            info.memo[key] = GroupedExchange(tensors, tuple(inputs), tuple(outputs), shares)
-        return info.memo[key]
+            return GroupedExchange(tensors, tuple(inputs), tuple(outputs), shares)
+
+        return info.once(key, make)
 
     def _ranks(self, plan: ShardPlan) -> range:
         """The ranks of the plan that this rank trades with."""

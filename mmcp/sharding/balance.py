@@ -130,10 +130,7 @@ def _attention(plan: ShardPlan, costs: RowCosts) -> tuple[list[int], int]:
     flops, nanoseconds = [0] * plan.ranks, 0
     held = [size(group) for group in plan.group_tokens]
     for layer, pairs in zip(costs.model.layers, costs.group_pairs(plan.group_tokens), strict=True):
-        if layer.mode == "state":
-            each = [layer.flops(layer.heads, 0, tokens) for tokens in plan.lengths]
-            slowest = max(each)
-        elif layer.mode == "ulysses":
+        if layer.mode == "ulysses":
             heads = np.diff(even_bounds(layer.heads, plan.ranks)).tolist()
             each = [layer.flops(share, int(pairs.sum()), plan.num_tokens) for share in heads]
             slowest = max(each)

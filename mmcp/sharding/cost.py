@@ -58,8 +58,7 @@ class LayerCost:
     window: int = 0
     """Keys a query may look back on, itself included; 0: all."""
     mode: str = "ulysses"
-    """`ulysses`: each rank computes some heads of the row; `ring`, `allgather`: some heads of its ring chunk; `state`:
-    all heads of its own tokens."""
+    """`ulysses`: each rank computes some heads of the row; any other: some heads of its ring chunk."""
 
     def flops(self, heads: int, num_pairs: int, num_tokens: int) -> int:
         """Forward FLOPs of these layers for some heads, pairs and tokens."""

@@ -48,7 +48,7 @@ def test_flex_forward_on_the_cpu_is_the_reference(seed, monkeypatch):
     mask, heads = drawn_mask(seed), split_heads(6, 3, 4)[1]
     core = SoftmaxConfig().build(heads=6, kv_heads=2, head_dim=16)
     inputs = draw_inputs(core, mask.num_tokens, heads, seed=seed, dtype=torch.float32)
-    out = gpu.gpu_attention(*(x.detach() for x in inputs.values()), mask, heads.kv_of_query, {})
+    out = gpu.gpu_attention(*(x.detach() for x in inputs.values()), mask, heads.kv_of_query, row_info(mask))
     assert relative_error(out, reference(inputs, mask, heads), of=()) < 1e-5
 
 
@@ -64,7 +64,7 @@ def test_flash_attn_is_for_documents_and_windows_in_half(monkeypatch):
 def test_float64_is_refused_by_name():
     x = torch.zeros(1, 1, 8, dtype=torch.float64)
     with pytest.raises(ValueError, match="float64; use float32"):
-        gpu.gpu_attention(x, x, x, Mask.causal([1]), (0,), {})
+        gpu.gpu_attention(x, x, x, Mask.causal([1]), (0,), row_info(Mask.causal([1])))
 
 
 @pytest.mark.gpu
