@@ -6,7 +6,7 @@ from mmcp.sequence import TokenSequence
 from mmcp.sharding.assign import FEW_ROUTED, assign_units, routed_percent
 from mmcp.sharding.cost import RowCosts
 from mmcp.sharding.layout import STRATEGIES, UNCAPPED, Shape, complete, even_scorers, num_ranks
-from mmcp.sharding.members import head_and_body, lighten
+from mmcp.sharding.members import even_bytes, head_and_body, lighten
 from mmcp.sharding.needs import FREE, Needs
 from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.ranges import Ranges, by_rank, part_of, union
@@ -14,8 +14,6 @@ from mmcp.sharding.ring_tokens import lay_tokens
 
 LONG_HEAD = 8
 """Tokens before the first unit that are this part of the row, or more, may be shared out by themselves."""
-EVEN_BYTES = (104, 100)
-"""Resident bytes over an even share above which tokens are cut anew, as a fraction."""
 
 
 @STRATEGIES.register("balanced")
@@ -28,7 +26,7 @@ def balanced(
     units = np.zeros(ranks, dtype=np.int64)
     np.add.at(units, encoders, costs.bytes)
     share = costs.num_tokens // ranks * costs.model.token_bytes
-    if is_plain and (int(units.max()) + share) * ranks * EVEN_BYTES[1] > costs.total_bytes * EVEN_BYTES[0]:
+    if is_plain and int(units.max()) + share > even_bytes(costs, ranks):
         tokens = lighten(costs, tokens, units, mesh[1])
     scorers = even_scorers(part_of(tokens, sequence.label_positions), ranks)
     encode = by_rank(encoders, ranks)

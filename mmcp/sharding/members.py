@@ -11,9 +11,11 @@ import numpy as np
 from mmcp.sharding.cost import RowCosts
 from mmcp.sharding.ranges import Ranges, size, slice_ranges, split, union
 
+EVEN_BYTES = (104, 100)
+"""Resident bytes of a rank over its even share up to which it counts as even, as a fraction."""
 MOST_TOKENS = (49, 1000)
 """What a rank may hold over its even share at most, as a fraction."""
-MOST_TIME = (1, 50)
+MOST_TIME = (1, 40)
 """What this may add to the step, as a fraction."""
 
 
@@ -32,19 +34,33 @@ def head_and_body(groups: tuple[Ranges, ...], members: int, start: int) -> tuple
 
 
 def lighten(costs: RowCosts, tokens: tuple[Ranges, ...], units: np.ndarray, members: int) -> tuple[Ranges, ...]:
-    """Cut the tokens of each group anew so that ranks whose units take many bytes hold fewer tokens.
+    """Cut the tokens of each group anew so that ranks whose units take many bytes hold fewer tokens; others take them.
 
+    No more move than brings all below EVEN_BYTES, where that can be.
     units: [ranks] int64  resident bytes of the units of each rank
     """
-    most = max(map(size, tokens))
-    most += _room(costs, most, len(tokens))
+    share = max(map(size, tokens))
+    room, target = _room(costs, share, len(tokens)), even_bytes(costs, len(tokens))
     parts: list[Ranges] = []
     for first in range(0, len(tokens), members):
         group = union(tokens[first : first + members])
-        shares = _fill(units[first : first + members], size(group), most, costs.model.token_bytes)
+        own, total = units[first : first + members], size(group)
+        low, high = 0, room
+        while low < high:
+            middle = (low + high) // 2
+            shares = _fill(own, total, share + middle, costs.model.token_bytes)
+            is_light = int((own + np.array(shares) * costs.model.token_bytes).max()) <= target
+            low, high = (low, middle) if is_light else (middle + 1, high)
+        shares = _fill(own, total, share + low, costs.model.token_bytes)
         bounds = [0, *accumulate(shares)]
         parts += [slice_ranges(group, low, high) for low, high in pairwise(bounds)]
     return tuple(parts)
+
+
+def even_bytes(costs: RowCosts, ranks: int) -> int:
+    """Bytes of units and tokens that one rank may hold to count as even."""
+    labels = costs.num_labels * costs.model.label_bytes
+    return (costs.total_bytes * EVEN_BYTES[0] // EVEN_BYTES[1] - labels) // ranks
 
 
 def _room(costs: RowCosts, share: int, ranks: int) -> int:

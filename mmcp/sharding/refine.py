@@ -1,8 +1,9 @@
 """Move pieces of work between ranks while that brings costs above even down.
 
-A piece is a unit, or the first or last units of a group of pictures that a rank has. A rank that
-shows a later unit of a group decodes the frames of the earlier ones anyway, so what a piece costs depends on who takes
-it. Where no move helps, two ranks swap pieces. Loads are integers in the scale of Evenness, ties go to the first.
+A piece is a unit, the first or the last units of a group of pictures that a rank has, or some that share no frames. A
+rank that shows a later unit of a group decodes the frames of the earlier ones anyway, so what a piece costs depends on
+who takes it. Where no move helps, two ranks swap pieces. Loads are integers in the scale of Evenness, ties go to the
+first.
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ GRAIN = 64
 """Grain of the number of frames, as a share of all, for a share of decoding."""
 """Moves in all, and this for each rank besides:"""
 MOVES_PER_RANK = 16
+BLOCKS = (4, 16, 64, 256)
+"""Units without a group of pictures that move together: images, windows of sound."""
 LEAST_GAIN = 64
 """Moves that lower the badness of a rank by less than this part of it are not made."""
 MOST_SWAPS = 96
@@ -162,7 +165,7 @@ class Refine:
         return partner
 
     def _pieces(self, rank: int) -> Pieces:
-        """List what `rank` could give away: each unit, and the first and the last units of each group."""
+        """List what `rank` could give away: units, the first and the last ones of each group, blocks of lone ones."""
         units = np.flatnonzero(self.owner == rank)
         group, end, rest = self.group[units], self.end[units], self.rest[units]
         number = np.arange(len(units))
@@ -172,16 +175,27 @@ class Refine:
         rows = np.concatenate([[0], np.cumsum(self.rows[units])])
         first = np.searchsorted(group, group)
         suffix, prefix = np.flatnonzero(last > number), np.flatnonzero((last > number) & (first < number))
-        starts = np.concatenate([number, suffix, first[prefix]])
-        stops = np.concatenate([number, last[suffix], prefix]) + 1
+        block, after = self._blocks(group)
+        starts = np.concatenate([number, suffix, first[prefix], block])
+        stops = np.concatenate([number + 1, last[suffix] + 1, prefix + 1, after])
         work, reach = sums[stops] - sums[starts], end[stops - 1]
+        reach[len(reach) - len(block) :] = np.cumsum(end)[after - 1] - np.cumsum(end)[block] + end[block]
         relief, added = work.copy(), work
-        relief[:, DECODE] += np.where(stops - 1 == last[starts], reach - before[starts], 0)
+        relief[:, DECODE] += np.where(stops - 1 >= last[starts], reach - before[starts], 0)
         added[:, DECODE] += reach + self.seek[units][starts]
         return Pieces(
             starts, stops, units, relief, added, group[starts], reach, rows[stops] - rows[starts],
             self.home[units][starts], self.in_frames[units][starts],
         )  # fmt: skip
+
+    def _blocks(self, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Find runs of 4, 16, 64 .. units that are groups of their own: first and last + 1 of each."""
+        is_lone = np.concatenate([[0], np.cumsum(self.first[group + 1] - self.first[group] == 1)])
+        starts = [np.arange(0, len(group) - size + 1, size) for size in BLOCKS]
+        first = np.concatenate(starts)
+        stops = first + np.repeat(BLOCKS, [len(each) for each in starts])
+        is_whole = is_lone[stops] - is_lone[first] == stops - first
+        return first[is_whole], stops[is_whole]
 
     def _held(self, rank: int, pieces: Pieces) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tell who else holds units of the groups of `pieces`: groups, ranks, and how far each of these decodes."""
