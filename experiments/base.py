@@ -182,7 +182,7 @@ def _layer_costs(backbone: BackboneConfig) -> tuple[LayerCost, ...]:
             token_flops=variant.token_flops(backbone.shape(variant).head_dim),
             window=variant.window,
             sink=variant.sink,
-            mode=variant.mode,
+            mode="state" if variant.mode == "scan" else variant.mode,
         )
         for variant, count in counts.items()
     )

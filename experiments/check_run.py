@@ -10,8 +10,8 @@ from data_pipelines.shards import ShardSet
 from encoders import Tokenizer
 from experiments.base import RunConfig
 from experiments.pipeline import Pipeline
-from mmcp.attention.base import split_heads
 from mmcp.config import ConfigError
+from mmcp.parallel.modes import check_layer
 from mmcp.training import checkpoint
 from mmcp.training.run_folder import check_run_folder
 
@@ -49,11 +49,13 @@ def check(settings: RunConfig, *, file: str | Path = "config", resume: bool | No
 
 
 def check_heads(settings: RunConfig) -> None:
-    """Raise ValueError when the heads cannot be split over the mesh, or the mesh has an axis that cannot run."""
+    """Raise ValueError when a layer's heads cannot be split over the mesh, or its mode cannot carry its attention."""
     backbone, mesh = settings.model.backbone, settings.mesh
-    split_heads(backbone.heads, backbone.kv_heads, mesh.ulysses)
-    if mesh.ring > 1:
-        raise ValueError(f"ring={mesh.ring}: attention runs over the Ulysses axis only; use ring=1")
+    for number, variant in enumerate(backbone.pattern):
+        try:
+            check_layer(variant, backbone.shape(variant), ring=mesh.ring, ulysses=mesh.ulysses)
+        except ValueError as error:
+            raise ValueError(f"{error} (pattern.{number}: {variant.name} in mode '{variant.mode}')") from None
 
 
 def find_usable(settings: RunConfig, tokenizer: Tokenizer, shards: ShardSet) -> None:

@@ -2,6 +2,7 @@
 
 Run:     mmcp verify experiments/configs/demo.yaml --ranks 3           (the first training step of prepared shards)
          mmcp verify experiments/configs/demo.yaml --ranks 3 --synthetic            (drawn rows; nothing to prepare)
+         mmcp verify experiments/configs/demo.yaml --ranks 3 --synthetic attention=linear,softmax mode=state,ring
 Expect:  errors near the rounding of the type, float64 unless `dtype=` is given: below 1e-10, float32 below 1e-5.
 """
 
@@ -18,6 +19,7 @@ from data_pipelines.sampler import Order
 from data_pipelines.shards import ShardSet
 from data_pipelines.workers import WorkerPool
 from encoders import Tokenizer
+from experiments.attention_choice import take_choice, with_choice
 from experiments.base import RunConfig
 from experiments.check_run import check_heads
 from experiments.exactness import LIMITS, Computed, compare, measure
@@ -37,12 +39,14 @@ ERRORS = ("loss_rel", "hidden_rel", "grad_rel_max")
 def run(config: Path, overrides: Sequence[str] = (), *, ranks: int | None = None, synthetic: bool = False) -> Outcome:
     """Compute the same step on one rank and on N, and compare; a success only when they are equal.
 
-    The computation is in float64, whatever the config says, unless `dtype=` is among the overrides.
+    The computation is in float64, whatever the config says, unless `dtype=` is among the overrides. These may hold the
+    words `attention=` and `mode=` of experiments.attention_choice.
     Raises ValueError for a config, data or ranks that cannot work, before anything is started.
     """
+    chosen, overrides = take_choice(overrides)
     is_dtype_given = any(override.partition("=")[0].strip() == "dtype" for override in overrides)
     settings = load(RunConfig, config, overrides if is_dtype_given else [*overrides, "dtype=float64"])
-    settings = with_ranks(settings, ranks)
+    settings = with_choice(with_ranks(settings, ranks), chosen)
     _check(settings, synthetic)
     world = settings.mesh.world
     with tempfile.TemporaryDirectory(prefix="mmcp-verify-") as folder:
@@ -53,7 +57,9 @@ def run(config: Path, overrides: Sequence[str] = (), *, ranks: int | None = None
     limit = LIMITS[settings.dtype]
     is_ok = all(float(errors[name]) < limit for name in ERRORS)
     finite = {name: value if isinstance(value, str) or math.isfinite(value) else None for name, value in errors.items()}
-    record = {"ok": is_ok, "dtype": settings.dtype, **finite, "ranks": world}
+    layers = [f"{variant.name} {variant.mode}" for variant in settings.model.backbone.pattern]
+    mesh = {"ring": settings.mesh.ring, "ulysses": settings.mesh.ulysses}
+    record = {"ok": is_ok, "dtype": settings.dtype, **finite, "ranks": world, **mesh, "attention": layers}
     return Outcome(record=record, tables=[_table(record, limit)], is_ok=is_ok)
 
 
@@ -106,7 +112,10 @@ def drawn_step(settings: RunConfig, runner: StepRunner, tokenizer: Tokenizer) ->
 
 def _table(record: dict, limit: float) -> Table:
     verdict = "equal" if record["ok"] else "NOT EQUAL"
-    table = Table(title=f"{record['ranks']} ranks against one in {record['dtype']}: {verdict}")
+    mesh, layers = f"ring={record['ring']} x ulysses={record['ulysses']}", ", ".join(record["attention"])
+    table = Table(
+        title=f"{record['ranks']} ranks against one in {record['dtype']}: {verdict}", caption=f"{mesh}; {layers}"
+    )
     for heading in ("what", "largest error", "limit", "where"):
         table.add_column(heading)
     for name, what in zip(ERRORS, ("loss", "hidden states", "gradients"), strict=True):

@@ -22,7 +22,7 @@ from functools import cached_property
 import numpy as np
 
 from mmcp.sequence import Segment, TokenSequence
-from mmcp.sharding.ranges import Ranges, overlapping, union
+from mmcp.sharding.ranges import Ranges, overlapping
 
 ATTENDS = ("causal", "both", "prefix")
 
@@ -175,7 +175,11 @@ def restrict(slices: np.ndarray, queries: Ranges, keys: Ranges) -> np.ndarray:
 
 def keys_of(pieces: np.ndarray) -> Ranges:
     """Return the keys that pieces of `restrict` read."""
-    return union([tuple((int(start), int(stop)) for start, stop in pieces[:, 2:4])])
+    order = np.lexsort((pieces[:, 3], pieces[:, 2]))
+    start, stop = pieces[order, 2], np.maximum.accumulate(pieces[order, 3])
+    first = np.flatnonzero(np.concatenate([[True], start[1:] > stop[:-1]])[: len(order)])
+    last = np.concatenate([first[1:], [len(order)]])[: len(first)] - 1
+    return tuple(zip(start[first].tolist(), stop[last].tolist(), strict=True))
 
 
 def renumber(pieces: np.ndarray, queries: Ranges, keys: Ranges) -> np.ndarray:
@@ -186,6 +190,32 @@ def renumber(pieces: np.ndarray, queries: Ranges, keys: Ranges) -> np.ndarray:
     shift_query, shift_key = _shifts(pieces[:, 0], queries), _shifts(pieces[:, 2], keys)
     along = shift_key - shift_query
     return pieces + np.stack([shift_query, shift_query, shift_key, shift_key, along, along], axis=1)
+
+
+def join(pieces: np.ndarray) -> np.ndarray:
+    """Join full rectangles that touch: [pieces, 6] int64, the same pairs in fewer pieces.
+
+    Scattered tokens make one rectangle of each run of queries with each run of keys; counted inside their sets, all
+    runs of keys before a run of queries lie side by side.
+    """
+    q0, q1, k0, k1, lowest, highest = pieces.T
+    full = (lowest <= k0 - q1 + 1) & (highest >= k1 - 1 - q0)
+    rectangles = _joined_along(_joined_along(pieces[full, :4], 2), 0)
+    q0, q1, k0, k1 = rectangles.T
+    return np.concatenate([pieces[~full], np.stack([q0, q1, k0, k1, k0 - q1 + 1, k1 - 1 - q0], axis=1)])
+
+
+def _joined_along(rectangles: np.ndarray, axis: int) -> np.ndarray:
+    """Join [n, 4] rectangles (q0, q1, k0, k1) that touch along queries (axis 0) or keys (2) and agree in the other."""
+    if not len(rectangles):
+        return rectangles
+    other = 2 - axis
+    rows = rectangles[np.lexsort((rectangles[:, axis], rectangles[:, other + 1], rectangles[:, other]))]
+    agree = (rows[1:, other : other + 2] == rows[:-1, other : other + 2]).all(axis=1)
+    starts = np.flatnonzero(np.concatenate([[True], ~(agree & (rows[1:, axis] == rows[:-1, axis + 1]))]))
+    joined = rows[starts].copy()
+    joined[:, axis + 1] = rows[np.concatenate([starts[1:], [len(rows)]]) - 1, axis + 1]
+    return joined
 
 
 def _bounds(ranges: Ranges) -> np.ndarray:

@@ -6,7 +6,7 @@ Run: python -m pytest tests/test_masks.py
 import numpy as np
 import pytest
 
-from mmcp.masks import Mask, count_pairs, keys_of, renumber, restrict
+from mmcp.masks import Mask, count_pairs, join, keys_of, renumber, restrict
 from mmcp.sequence import Segment, TokenSequence, pack
 from mmcp.sharding.ranges import as_indices, as_ranges
 from tests.sequences import draw_sequence, draw_unit
@@ -108,10 +108,18 @@ def test_a_restricted_mask_is_the_dense_one_of_those_queries_and_keys(seed):
     dense = mask.dense()[np.ix_(*chosen)]
     pieces = restrict(mask.slices, queries, keys)
     assert as_indices(keys_of(pieces)).tolist() == chosen[1][dense.any(axis=0)].tolist()
-    counts = np.zeros(dense.shape, dtype=int)
-    for q0, q1, k0, k1, lowest, highest in renumber(pieces, queries, keys):
-        query, key = np.ogrid[q0:q1, k0:k1]
-        inside = (lowest <= key - query) & (key - query <= highest)
-        assert inside.any(axis=1).all() and inside.any(axis=0).all()
-        counts[q0:q1, k0:k1] += inside
-    np.testing.assert_array_equal(counts, dense.astype(int))
+    numbered = renumber(pieces, queries, keys)
+    for form in (numbered, join(numbered)):
+        counts = np.zeros(dense.shape, dtype=int)
+        for q0, q1, k0, k1, lowest, highest in form:
+            query, key = np.ogrid[q0:q1, k0:k1]
+            inside = (lowest <= key - query) & (key - query <= highest)
+            assert inside.any(axis=1).all() and inside.any(axis=0).all()
+            counts[q0:q1, k0:k1] += inside
+        np.testing.assert_array_equal(counts, dense.astype(int))
+
+
+def test_scattered_tokens_make_one_rectangle_of_keys_for_each_run_of_queries():
+    even, odd = (tuple((i, i + 1) for i in range(start, 64, 2)) for start in (0, 1))
+    pieces = renumber(restrict(Mask.causal([64]).slices, odd, even), odd, even)
+    assert (len(pieces), len(join(pieces))) == (32 * 33 // 2, 32)

@@ -114,7 +114,7 @@ def test_its_attention_variant_is_its_reference(shown):
     from tests.attention.rows import draw_inputs, relative_error, row_info
 
     variant, heads = shown(0)["ReluConfig"](), split_heads(6, 2, 1)[0]
-    core = variant.build(heads=6, head_dim=8)
+    core = variant.build(heads=6, kv_heads=2, head_dim=8)
     for lengths in ([9, 1, 14], []):
         mask = Mask.causal(lengths)
         inputs = draw_inputs(core, mask.num_tokens, heads, seed=0)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -188,8 +188,8 @@ class RecurrentAttention(Attention):
         """Mix what is read of neighbouring tokens, once, before `summarise` and `finish`; by default nothing.
 
         inputs: one [n, heads present, dim] per entry of `tensors`, the tokens of all runs
-        halo: one [runs, halo, heads present, dim] per entry that has one, the tokens before each run, with gradients;
-            of no effect where they lie before the row or in another document
+        halo: one [runs, halo, heads present, dim] per entry, the tokens before each run, with gradients; of no effect
+            where they lie before the row or in another document
         """
         return inputs
 
@@ -220,9 +220,7 @@ class RecurrentAttention(Attention):
         assert len(first) == s, f"{len(first)} tokens in a row of {s}"
         runs = ((0, s),) if s else ()
         halo = {
-            spec.name: first.new_zeros((len(runs), spec.halo, *inputs[spec.name].shape[1:]))
-            for spec in self.tensors
-            if spec.halo
+            spec.name: first.new_zeros((len(runs), spec.halo, *inputs[spec.name].shape[1:])) for spec in self.tensors
         }
         states = first.new_zeros(
             (len(runs), len(heads.query_heads), *self.state_dim), dtype=torch.promote_types(first.dtype, torch.float32)
@@ -256,49 +254,65 @@ def check_chunks(mode: str, chunks: int) -> None:
         raise ValueError(f"chunks={chunks} groups of heads in mode '{mode}': only 'ulysses' exchanges in groups; use 1")
 
 
-class Variant(Protocol):
-    """What the config of an attention variant answers; register it with `@ATTENTION.register(name)`."""
+class Variant:
+    """What the config of an attention variant answers: a base whose answers a config replaces where it differs.
+
+    Register the config with `@ATTENTION.register(name)`. It must have `name` and `build`, and one of the two costs;
+    its own fields may take the place of answers (`rotary`, `output_gate`, `mode`, `chunks`).
+    """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name it is registered by."""
+        raise NotImplementedError
 
     @property
     def rotary(self) -> bool:
         """Whether queries and keys are turned by their positions before the core sees them."""
+        return True
 
     @property
     def qk_norm(self) -> bool:
         """Whether the layer may norm queries and keys per head, where the backbone asks for it."""
+        return True
 
     @property
     def output_gate(self) -> bool:
         """Whether the layer multiplies the output by a gate, activation(projection(x))."""
+        return False
 
     @property
     def gate_activation(self) -> Literal["sigmoid", "silu"]:
         """What the projection passes through to be that gate."""
+        return "sigmoid"
 
     @property
     def mode(self) -> str:
         """How the layer works over several ranks: a name in mmcp.parallel.modes; the field lists the possible ones."""
+        return "ulysses"
 
     @property
     def chunks(self) -> int:
         """Mode `ulysses`: groups of heads whose exchange runs under the attention of another group."""
+        return 1
 
     @property
     def layout(self) -> Literal["any", "contiguous"]:
         """Tokens a rank may hold when the sequence stays split; under Ulysses any layout will do."""
+        return "any"
 
     def shape(self, backbone: HeadShape) -> HeadShape:
-        """Say which heads a layer has, given those of the backbone: the same unless the variant has its own."""
+        """Say which heads a layer has, given those of the backbone."""
+        return backbone
 
     def build(self, *, heads: int, kv_heads: int, head_dim: int) -> Attention:
         """Make the core of a layer with `heads` query heads and `kv_heads` key-value heads in all."""
+        raise NotImplementedError
 
     @property
     def window(self) -> int:
         """Tokens a query sees looking back, itself included; 0: all of its document."""
+        return 0
 
     @property
     def sink(self) -> int:
@@ -306,12 +320,17 @@ class Variant(Protocol):
 
     def pair_flops(self, head_dim: int) -> int:
         """Forward FLOPs of one query head for one visible (query, key) pair."""
+        return 0
 
     def token_flops(self, head_dim: int) -> int:
         """Forward FLOPs of one query head per token, whatever it sees."""
+        return 0
 
     def flops(self, mask: Mask, *, heads: int, head_dim: int) -> int:
         """Count the forward FLOPs of `heads` query heads on one row."""
+        each = self.pair_flops(head_dim) * mask.pairs() + self.token_flops(head_dim) * mask.num_tokens
+        return each * heads
 
     def state_bytes(self, *, heads: int, head_dim: int) -> int:
         """Bytes of state that a run of tokens hands on to the next; 0 where there is none."""
+        return 0

@@ -201,40 +201,47 @@ class _Tokens:
         written, states = self.scan(state)
         keys = self.k[:, self.index]
         if q is None or grad_out is None:
-            grad_q, grad_written, grad_states = None, torch.zeros_like(written), torch.zeros_like(states[1:])
-            as_read, grad_decay = torch.zeros_like(keys), torch.zeros_like(keys[..., 0])
+            grad_q, as_read = None, torch.zeros_like(keys)
+            grad_written, grad_states = torch.zeros_like(written), torch.zeros_like(states[1:])
+            flows = _Flows.none(self.strength)
         else:
-            grad_q, grad_written, grad_states, as_read, grad_decay = self._read_out_backward(
-                q, grad_out, written, states
-            )
+            grad_q, grad_written, grad_states, as_read, flows = self._read_out_backward(q, grad_out, written, states)
         grad_news, grad_after, grad_state = self._scan_backward(grad_written, grad_states, grad_state)
-        grad_overlap = (grad_news @ written.mT).tril_(-1).mul_(self.inside).neg_()  # over strength, as is the next
-        as_reader = (grad_overlap @ keys).sub_((grad_news @ states[:-1].mT).mul_(self.reads))
+        grad_overlap = (grad_news @ written.mT).tril_(-1).neg_()  # over strength, as is the next
+        flows.add_between((grad_overlap * self.strength).mul_(self.overlap))
+        grad_overlap *= self.inside
+        from_state = (grad_news @ states[:-1].mT).mul_(self.reads).neg_()
+        flows.into += (from_state * keys).sum(-1).mul_(self.strength[..., 0])
+        as_reader = (grad_overlap @ keys).add_(from_state)
         grad_strength = (grad_news * self.v).sum(-1, keepdim=True) + (as_reader * keys).sum(-1, keepdim=True)
         as_reader *= self.strength
         grad_overlap *= self.strength
-        as_writer = (grad_overlap.mT @ keys).add_((written @ grad_after.mT).mul_(self.adds)).add_(as_read)
-        grad_decay += ((as_reader - as_writer) * keys).sum(-1)
-        grad_decay[..., -1] += (states[1:] * grad_after).sum((-1, -2))
-        grad_k = _unit_backward(self._sum_heads(as_reader.add_(as_writer)), self.k, self.k_norm)
-        grad_log_decay = _sums_backward(grad_decay, self.group)[..., None]
+        to_state = (written @ grad_after.mT).mul_(self.adds)
+        flows.out += (to_state * keys).sum(-1)
+        flows.over += (states[:-1] * grad_after).sum((-1, -2)).mul_(self.carry[..., 0, 0])
+        grad_k = (grad_overlap.mT @ keys).add_(to_state).add_(as_read).add_(as_reader)
+        grad_k = _unit_backward(self._sum_heads(grad_k), self.k, self.k_norm)
+        grad_log_decay = _sums_backward(flows.grad_decay(), self.group)[..., None]
         return grad_q, grad_k, grad_news.mul_(self.strength), grad_log_decay, grad_strength, grad_state
 
     def _read_out_backward(
         self, q: Tensor, grad_out: Tensor, written: Tensor, states: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients of q, of w, of the states read, of the keys and of the sums of g at the queries."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, "_Flows"]:
+        """Return the gradients of q, of w, of the states read and of the keys, and what decays on the way to them."""
         unit, norm = _unit(q, self.group, written.dtype)
         queries = unit[:, self.index]
         grad = _chunk(grad_out, self.group, written.dtype).mul_(1 / math.sqrt(q.shape[-1]))
-        grad_scores = (grad @ written.mT).mul_(self.inside)
-        grad_queries = (grad_scores @ self.k[:, self.index]).add_((grad @ states[:-1].mT).mul_(self.reads))
-        grad_keys = grad_scores.mT @ queries
         scores = torch.matmul(unit, self.k.mT)[:, self.index].mul_(self.inside)
+        grad_scores = grad @ written.mT
+        flows = _Flows.none(self.strength)
+        flows.add_between((grad_scores * scores).tril_(-1))
+        grad_scores *= self.inside
+        from_state = (grad @ states[:-1].mT).mul_(self.reads)
+        flows.into += (from_state * queries).sum(-1)
+        grad_queries = (grad_scores @ self.k[:, self.index]).add_(from_state)
         grad_states = (queries * self.reads).mT @ grad
-        grad_decay = (grad_queries * queries).sum(-1)
         grad_q = _unit_backward(self._sum_heads(grad_queries), unit, norm)
-        return grad_q, scores.mT @ grad, grad_states, grad_keys, grad_decay
+        return grad_q, scores.mT @ grad, grad_states, grad_scores.mT @ queries, flows
 
     def _scan_backward(
         self, grad_written: Tensor, grad_states: Tensor, grad_state: Tensor
@@ -260,6 +267,42 @@ class _Tokens:
         return torch.zeros_like(self.k).index_add_(1, self.index, x)
 
 
+@dataclass(eq=False)
+class _Flows:
+    """Everything that decays on a way inside a chunk, times its gradient: what the sums of g at both ends are moved by.
+
+    Each way is counted in both of its ends, which cancel in the sums over later tokens. They do so exactly in double,
+    because it is one number that is added and taken away.
+    """
+
+    ends: Tensor
+    """[m, h, c] float64: of ways between two tokens, those that end at a token less those that begin there."""
+    into: Tensor
+    """[m, h, c] float64: from the state before the chunk to a token."""
+    out: Tensor
+    """[m, h, c] float64: from a token to the state after the chunk."""
+    over: Tensor
+    """[m, h] float64: from the state before the chunk to the one after it."""
+
+    @staticmethod
+    def none(like: Tensor) -> "_Flows":
+        """Start with nothing, for tokens like [m, h, c, 1]."""
+        tokens = like[..., 0].double()
+        ends, into, out = (torch.zeros_like(tokens) for _ in range(3))
+        return _Flows(ends, into, out, torch.zeros_like(tokens[..., 0]))
+
+    def add_between(self, pairs: Tensor) -> None:
+        """Add ways from token j to token i: [m, h, c (i), c (j)], 0 but for j < i."""
+        self.ends += pairs.sum(-1, dtype=torch.float64)
+        self.ends -= pairs.sum(-2, dtype=torch.float64)
+
+    def grad_decay(self) -> Tensor:
+        """[m, h, c] float64: gradient of the sums of g at each token."""
+        grad = self.ends + self.into - self.out
+        grad[..., -1] += self.out.sum(-1) + self.over
+        return grad
+
+
 def _decay_between(decay: Tensor, group: Group) -> Tensor:
     """[m, h, c] sums of g -> [m, h, c, c]: D, from token j to token i of a chunk; 0 before j and across borders."""
     later = torch.full((group.size, group.size), -torch.inf, dtype=decay.dtype, device=decay.device).triu_(1)
@@ -279,12 +322,11 @@ def _sums(log_decay: Tensor, group: Group) -> Tensor:
 
 
 def _sums_backward(grad: Tensor, group: Group) -> Tensor:
-    """Transpose of `_sums`: [m, h, c] -> [m, h, c]."""
-    exact = grad.double()
-    sums = exact.flip(-1).cumsum(-1).flip(-1)
+    """Transpose of `_sums`: [m, h, c] float64 -> [m, h, c] float64."""
+    sums = grad.flip(-1).cumsum(-1).flip(-1)
     if len(group.split_chunks):
-        sums[group.split_chunks] = exact[group.split_chunks] @ group.same_document.tril().double()
-    return sums.to(grad.dtype)
+        sums[group.split_chunks] = grad[group.split_chunks] @ group.same_document.tril().double()
+    return sums
 
 
 def _unit(x: Tensor, group: Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from mmcp.attention.base import (
     HeadTensor,
     RecurrentAttention,
     RowInfo,
+    Variant,
     check_chunks,
 )
 from mmcp.attention.blocks import by_blocks
@@ -39,7 +40,7 @@ FASTEST_RATE, SHORTEST_STEP, LONGEST_STEP = 16.0, 1e-3, 1e-1  # of new layers, a
 
 @ATTENTION.register("gated_delta")
 @config
-class GatedDeltaConfig:
+class GatedDeltaConfig(Variant):
     name: Literal["gated_delta"] = "gated_delta"
     value_heads: int = 0
     """Heads with a state and an output; 0: as many as the backbone has query heads."""
@@ -55,8 +56,8 @@ class GatedDeltaConfig:
     """Tokens that are multiplied at once; changes speed, not results."""
     output_gate: bool = True
     """Multiply the output by silu(gate(x))."""
-    mode: Literal["ulysses", "state"] = "ulysses"
-    """Over several ranks: trade tokens for heads, or pass the state along the ring axis."""
+    mode: Literal["ulysses", "state", "scan"] = "ulysses"
+    """Over several ranks: trade tokens for heads, or pass the state along the ring axis, gathered or scanned."""
     chunks: int = 1
     """Mode `ulysses`: groups of heads whose exchange runs under the attention of another group."""
 
@@ -104,30 +105,12 @@ class GatedDeltaConfig:
         """Make the core; `heads` value heads and `kv_heads` key heads in the whole layer, of `head_dim`."""
         return GatedDelta(self, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
-    @property
-    def window(self) -> int:
-        """Tokens a query sees looking back; 0: all of its document."""
-        return 0
-
-    @property
-    def sink(self) -> int:
-        """Tokens visible beyond the window: there is none."""
-        return 0
-
-    def pair_flops(self, head_dim: int) -> int:
-        """Forward FLOPs of one value head per visible (query, key) pair: none, the cost does not follow the mask."""
-        return 0
-
     def token_flops(self, head_dim: int) -> int:
         """Forward FLOPs of one value head per token, in the chunked form.
 
         Three products with the state, four of a chunk's tokens with each other, its inverse, three convolutions.
         """
         return (6 * head_dim + 8 * self.chunk + 6 * self.convolution) * head_dim + self.chunk**2
-
-    def flops(self, mask: Mask, *, heads: int, head_dim: int) -> int:
-        """Count the forward FLOPs of `heads` value heads on one row."""
-        return self.token_flops(head_dim) * mask.num_tokens * heads
 
     def state_bytes(self, *, heads: int, head_dim: int) -> int:
         """Bytes of state that a run of tokens hands on to the next: two float32 matrices per value head."""

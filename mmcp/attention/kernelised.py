@@ -19,11 +19,11 @@ from torch import Tensor
 
 from mmcp.attention.base import (
     ATTENTION,
-    HeadShape,
     HeadShare,
     HeadTensor,
     RecurrentAttention,
     RowInfo,
+    Variant,
     check_chunks,
 )
 from mmcp.attention.blocks import by_blocks
@@ -42,7 +42,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"elu": _elu_plus_one, "so
 
 @ATTENTION.register("kernelised")
 @config
-class KernelisedConfig:
+class KernelisedConfig(Variant):
     name: Literal["kernelised"] = "kernelised"
     feature_map: Literal["elu", "softmax"] = "elu"
     """f, applied to queries and keys after the rotary turn."""
@@ -52,8 +52,8 @@ class KernelisedConfig:
     """Turn queries and keys by their positions."""
     output_gate: bool = False
     """Multiply the output by sigmoid(gate(x))."""
-    mode: Literal["ulysses", "state"] = "ulysses"
-    """Over several ranks: trade tokens for heads, or pass the state along the ring axis."""
+    mode: Literal["ulysses", "state", "scan"] = "ulysses"
+    """Over several ranks: trade tokens for heads, or pass the state along the ring axis, gathered or scanned."""
     chunks: int = 1
     """Mode `ulysses`: groups of heads whose exchange runs under the attention of another group."""
 
@@ -63,49 +63,17 @@ class KernelisedConfig:
         check_chunks(self.mode, self.chunks)
 
     @property
-    def qk_norm(self) -> bool:
-        """Whether the backbone may norm queries and keys."""
-        return True
-
-    @property
-    def gate_activation(self) -> Literal["sigmoid", "silu"]:
-        """What the output gate passes through."""
-        return "sigmoid"
-
-    @property
     def layout(self) -> Literal["any", "contiguous"]:
         """Which tokens a rank may hold: state is passed along ranges in order."""
         return "contiguous"
-
-    def shape(self, backbone: HeadShape) -> HeadShape:
-        """Take the heads of the backbone."""
-        return backbone
 
     def build(self, *, heads: int, kv_heads: int, head_dim: int) -> "Kernelised":
         """Make the core; `heads` query heads in the whole layer, of `head_dim`."""
         return Kernelised(self, head_dim=head_dim)
 
-    @property
-    def window(self) -> int:
-        """Tokens a query sees looking back; 0: all of its document."""
-        return 0
-
-    @property
-    def sink(self) -> int:
-        """Tokens visible beyond the window: there is none."""
-        return 0
-
-    def pair_flops(self, head_dim: int) -> int:
-        """Forward FLOPs of one query head per visible (query, key) pair: none, the cost does not follow the mask."""
-        return 0
-
     def token_flops(self, head_dim: int) -> int:
         """Forward FLOPs of one query head per token, in the chunked form, the normaliser among its values."""
         return 2 * self.chunk * (2 * head_dim + 1) + 4 * head_dim * (head_dim + 1)
-
-    def flops(self, mask: Mask, *, heads: int, head_dim: int) -> int:
-        """Count the forward FLOPs of `heads` query heads on one row."""
-        return self.token_flops(head_dim) * mask.num_tokens * heads
 
     def state_bytes(self, *, heads: int, head_dim: int) -> int:
         """Bytes of state that a run of tokens hands on to the next: S, z and whether they live on, in float32."""

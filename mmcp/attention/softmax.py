@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmcp.attention.base import ATTENTION, HeadShape, HeadShare, HeadTensor, RowInfo, SoftmaxAttention, check_chunks
+from mmcp.attention.base import ATTENTION, HeadShare, HeadTensor, RowInfo, SoftmaxAttention, Variant, check_chunks
 from mmcp.attention.flash_cpu import head_runs, partial_attention, partial_attention_backward, tiled_attention
 from mmcp.attention.gpu import gpu_attention
 from mmcp.attention.tiles import Tiling, tile
@@ -22,7 +22,7 @@ from mmcp.masks import Mask
 
 @ATTENTION.register("softmax")
 @config
-class SoftmaxConfig:
+class SoftmaxConfig(Variant):
     name: Literal["softmax"] = "softmax"
     window: int = 0
     """Tokens a query sees looking back, itself included; 0: all of its document."""
@@ -41,25 +41,6 @@ class SoftmaxConfig:
         Mask.causal([]).with_window(self.window, self.sink)
         check_chunks(self.mode, self.chunks)
 
-    @property
-    def qk_norm(self) -> bool:
-        """Whether the backbone may norm queries and keys."""
-        return True
-
-    @property
-    def gate_activation(self) -> Literal["sigmoid", "silu"]:
-        """What the output gate passes through."""
-        return "sigmoid"
-
-    @property
-    def layout(self) -> Literal["any", "contiguous"]:
-        """Which tokens a rank may hold."""
-        return "any"
-
-    def shape(self, backbone: HeadShape) -> HeadShape:
-        """Take the heads of the backbone."""
-        return backbone
-
     def build(self, *, heads: int, kv_heads: int, head_dim: int) -> "Softmax":
         """Make the core; `heads` query heads in the whole layer, of `head_dim`."""
         return Softmax(self, head_dim=head_dim)
@@ -68,17 +49,9 @@ class SoftmaxConfig:
         """Forward FLOPs of one query head for one visible (query, key) pair: two products of 2 d."""
         return 4 * head_dim
 
-    def token_flops(self, head_dim: int) -> int:
-        """Forward FLOPs of one query head per token, whatever it sees: none."""
-        return 0
-
     def flops(self, mask: Mask, *, heads: int, head_dim: int) -> int:
         """Count the forward FLOPs of `heads` query heads on one row."""
         return self.pair_flops(head_dim) * mask.with_window(self.window, self.sink).pairs() * heads
-
-    def state_bytes(self, *, heads: int, head_dim: int) -> int:
-        """Bytes of state that a run of tokens hands on to the next: none, keys are read where they are."""
-        return 0
 
 
 class Softmax(SoftmaxAttention):

@@ -38,19 +38,20 @@ class Halo:
     """Whether any ring rank receives anything."""
 
     def bring(self, inputs: dict[str, Tensor], tensors: Sequence[HeadTensor], group: Group) -> dict[str, Tensor]:
-        """Return one [runs, length, heads, dim] for each tensor that has a halo; 0 outside of its run's document.
+        """Return one [runs, its halo, heads, dim] for each tensor; 0 outside of its run's document.
 
         inputs: one [n, heads, dim] for each tensor   the tokens of this rank's runs
         """
         chosen = [tensor.name for tensor in tensors if tensor.halo]
+        brought = {name: x.new_empty((self.num_runs, 0, *x.shape[1:])) for name, x in inputs.items()}
         if not chosen:
-            return {}
+            return brought
         leaving = torch.cat([inputs[name].index_select(0, self.sent).flatten(1) for name in chosen], dim=1)
         if self.moves:
             leaving = exchange_rows(leaving, self.send_sizes, self.receive_sizes, group=group, name="halo")
         rows = leaving.new_zeros(self.num_runs * self.length, leaving.shape[1]).index_copy(0, self.places, leaving)
         columns = rows.split([inputs[name].shape[1:].numel() for name in chosen], dim=1)
-        return {
+        return brought | {
             name: column.unflatten(1, inputs[name].shape[1:]).unflatten(0, (self.num_runs, self.length))
             for name, column in zip(chosen, columns, strict=True)
         }

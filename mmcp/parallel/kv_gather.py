@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmcp.attention.base import HeadShare, RowInfo, SoftmaxAttention
 from mmcp.attention.tiles import Tiling, tile
-from mmcp.masks import Mask, renumber, restrict
+from mmcp.masks import Mask, join, renumber, restrict
 from mmcp.parallel.collectives import Group, exchange
 from mmcp.parallel.gather import gather_rows
 from mmcp.sharding.plan import ShardPlan
@@ -41,7 +41,7 @@ def gathering_of(plan: ShardPlan, mask: Mask, ring_index: int, device: torch.dev
     return Gathering(
         lengths=tuple(size(tokens) for tokens in plan.group_tokens),
         order=None if in_order else torch.from_numpy(order).to(device),
-        tiling=tile(renumber(restrict(mask.slices, queries, keys), queries, keys)),
+        tiling=tile(join(renumber(restrict(mask.slices, queries, keys), queries, keys))),
     )
 
 

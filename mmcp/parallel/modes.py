@@ -7,22 +7,35 @@ what a mode adds is how a group attends to tokens of other groups:
     ring        the ranks of one ring index; keys and values travel from group to group, point to point
     allgather   the same groups; each gathers the keys and values of all
     state       the same groups; each gathers what all tokens do to the state of a recurrent variant
+    scan        the same groups; the same in a parallel scan over runs of tokens, in about log2 as many messages
 
 With ulysses=1 a group is one rank and no heads are traded; with ring=1 all modes are Ulysses.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmcp.attention.base import Attention, HeadShare, RecurrentAttention, RowInfo, SoftmaxAttention
+from mmcp.attention.base import (
+    Attention,
+    HeadShape,
+    HeadShare,
+    RecurrentAttention,
+    RowInfo,
+    SoftmaxAttention,
+    Variant,
+    split_heads,
+)
 from mmcp.parallel.collectives import Group
+from mmcp.parallel.head_groups import HeadGroup, head_groups
 from mmcp.parallel.kv_gather import gathered_attention
 from mmcp.parallel.ring import ring_attention
-from mmcp.parallel.state_passing import state_attention
+from mmcp.parallel.state_passing import gathered_states, state_attention
+from mmcp.parallel.state_scan import scanned_states
 from mmcp.registry import Registry
 
 MODES = Registry("attention mode")
@@ -57,6 +70,25 @@ class Mode:
                 f"mode '{self.name}' runs on {', '.join(self.devices)} only, not on {device.type}; use mode 'ulysses'"
             )
 
+    def groups(self, heads: int, kv_heads: int, chunks: int, *, ring: int, ulysses: int) -> tuple[HeadGroup, ...]:
+        """Share out heads inside a group of ranks, in `chunks` exchanges.
+
+        Raises ValueError when some rank would get no head, or fewer than chunks.
+        """
+        return head_groups(split_heads(heads, kv_heads, ring * ulysses if self.is_flat else ulysses), chunks)
+
+
+def check_layer(variant: Variant, shape: HeadShape, *, ring: int, ulysses: int, device: torch.device = CPU) -> None:
+    """Raise ValueError when a layer cannot work over ring x ulysses ranks; what a layer does when it is wrapped.
+
+    shape: all heads of the layer
+    """
+    with torch.device("meta"):
+        core = variant.build(heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
+    mode = MODES[variant.mode]
+    mode.check(core, device)
+    mode.groups(shape.heads, shape.kv_heads, variant.chunks, ring=ring, ulysses=ulysses)
+
 
 def _attend_whole(core: Attention, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, _ring: Group) -> Tensor:
     return core(inputs, info, heads)
@@ -66,4 +98,9 @@ _MERGES, _HANDS_ON = "answers that merge by log-sum-exp", "a state that runs of 
 MODES.register("ulysses")(Mode("ulysses", Attention, "any variant", ANY_DEVICE, True, _attend_whole))
 MODES.register("ring")(Mode("ring", SoftmaxAttention, _MERGES, ("cpu",), False, ring_attention))
 MODES.register("allgather")(Mode("allgather", SoftmaxAttention, _MERGES, ("cpu",), False, gathered_attention))
-MODES.register("state")(Mode("state", RecurrentAttention, _HANDS_ON, ANY_DEVICE, False, state_attention))
+MODES.register("state")(
+    Mode("state", RecurrentAttention, _HANDS_ON, ANY_DEVICE, False, partial(state_attention, exchange=gathered_states))
+)
+MODES.register("scan")(
+    Mode("scan", RecurrentAttention, _HANDS_ON, ANY_DEVICE, False, partial(state_attention, exchange=scanned_states))
+)

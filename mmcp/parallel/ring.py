@@ -25,7 +25,7 @@ from torch import Tensor
 from mmcp.attention.base import HeadShare, RowInfo, SoftmaxAttention
 from mmcp.attention.flash_cpu import merge_
 from mmcp.attention.tiles import Tiling, tile
-from mmcp.masks import Mask, keys_of, renumber, restrict
+from mmcp.masks import Mask, join, keys_of, renumber, restrict
 from mmcp.parallel.collectives import Flight, Group, start_swap
 from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.ranges import Ranges, size
@@ -168,7 +168,7 @@ class _Returns:
 
 
 def _tiling(mask: Mask, queries: Ranges, keys: Ranges) -> Tiling:
-    return tile(renumber(restrict(mask.slices, queries, keys), queries, keys))
+    return tile(join(renumber(restrict(mask.slices, queries, keys), queries, keys)))
 
 
 def _places(positions: Ranges, held: Ranges) -> Ranges:

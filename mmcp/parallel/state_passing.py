@@ -12,7 +12,10 @@ Runs of two ranks in zigzag, states before each:      rank 0        rank 1      
                                                        S0 = 0   S1 = E0   S2 = M1 E0 + E1   (rank 0 needs S0 and S2)
 """
 
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -47,17 +50,28 @@ class RunOrder:
         order = tuple(sorted(range(len(starts)), key=starts.__getitem__))
         return RunOrder(counts, order, sum(counts[:ring_index]), sum(counts[: ring_index + 1]))
 
+    def owner(self, run: int) -> int:
+        """Return the ring rank of a run, numbered on arrival."""
+        return bisect_right(list(accumulate(self.counts)), run)
+
     def holds(self, run: int) -> bool:
         """Tell whether a run, numbered on arrival, is this rank's."""
         return self.first <= run < self.last
 
 
 def state_attention(
-    core: RecurrentAttention, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, group: Group
+    core: RecurrentAttention,
+    inputs: dict[str, Tensor],
+    info: RowInfo,
+    heads: HeadShare,
+    group: Group,
+    *,
+    exchange: Callable[[Tensor, Tensor, RunOrder, Group], Tensor],
 ) -> Tensor:
     """Attend to the whole row from this ring rank's tokens.
 
     inputs: one [n, heads present, dim] per tensor of the core   tokens of this ring index, in sequence order
+    exchange: from what each run does to the state to the state before it, as `gathered_states` or `scanned_states`
     returns [n, h, out_dim]
     """
     runs, length = info.plan.group_tokens[group.index], max(tensor.halo for tensor in core.tensors)
@@ -70,11 +84,19 @@ def state_attention(
     halo = info.memo[halo_key].bring(inputs, core.tensors, group)
     ready = core.prepare(inputs, info, heads, runs, halo)
     transition, state = core.summarise(ready, info, heads, runs)
-    before = _PassState.apply(transition, state, info.memo[key], group)
+    before = exchange(transition, state, info.memo[key], group)
     return core.finish(ready, info, heads, runs, before)
 
 
-class _PassState(torch.autograd.Function):
+def gathered_states(transition: Tensor, state: Tensor, runs: RunOrder, group: Group) -> Tensor:
+    """Turn what each run of this rank does to the state into the state before it, every rank knowing all runs.
+
+    transition: [runs, h] or [runs, h, d_k, d_k]  state: [runs, h, d_k, d_v]  ->  [runs, h, d_k, d_v]
+    """
+    return _GatheredStates.apply(transition, state, runs, group)
+
+
+class _GatheredStates(torch.autograd.Function):
     """What each run of this rank does to the state -> the state before each of them."""
 
     @staticmethod

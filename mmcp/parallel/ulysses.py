@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmcp.attention.base import Attention, HeadShare, RowInfo, split_heads
 from mmcp.parallel.head_exchange import HeadExchange, SplitTensor, TokenOrder
-from mmcp.parallel.head_groups import GroupedExchange, head_groups
+from mmcp.parallel.head_groups import GroupedExchange
 from mmcp.parallel.mesh import Mesh
 from mmcp.parallel.modes import MODES
 from mmcp.sharding.plan import ShardPlan
@@ -45,7 +45,7 @@ class Ulysses(nn.Module):
         self.mode.check(core, mesh.device)
         self.group = mesh.cp if self.mode.is_flat else mesh.ulysses
         self.share = split_heads(num_heads, num_kv_heads, self.group.size)[self.group.index]
-        self.groups = head_groups(split_heads(num_heads, num_kv_heads, self.group.size), chunks)
+        self.groups = self.mode.groups(num_heads, num_kv_heads, chunks, ring=mesh.ring.size, ulysses=mesh.ulysses.size)
 
     def forward(self, inputs: dict[str, Tensor], info: RowInfo) -> Tensor:
         """Attend over the whole row.

@@ -9,10 +9,12 @@ them), c = 2 k d numbers of this rank's keys and values, e bytes a number and E 
     ring            forward  read c e                         backward  read c e + lent c E
     allgather       forward  (s - n) c e                      backward  (s - n) c e + (R - 1) n c E
     state           forward  runs (M + S) E + before t e      backward  runs S E + lent t e
+    scan            forward  maps (M + S) E + sums S E + before t e      backward  the same with lent
 
 For ring and later, n are the tokens of a rank's group and s those of the row; `read` are the keys of other groups that
 this group's queries read, `lent` its own that others read, once per reader; `runs` the ranges of other groups, M and S
-the numbers of a transition and of a state, of this rank's query heads; `before` the tokens of other groups that a short
+the numbers of a transition and of a state, of this rank's query heads; of the maps that a scan brings from other groups
+`maps` are those with a transition and `sums` those without; `before` the tokens of other groups that a short
 convolution reads before this group's runs, t its numbers per token.
 """
 
@@ -22,17 +24,19 @@ from typing import Any
 
 import torch
 
-from mmcp.attention.base import Attention, HeadShare, RecurrentAttention, SoftmaxAttention, Variant, split_heads
+from mmcp.attention.base import Attention, HeadShare, SoftmaxAttention, Variant, split_heads
 from mmcp.masks import Mask, keys_of, restrict
 from mmcp.parallel.collectives import Traffic
 from mmcp.parallel.halo import before_runs
 from mmcp.parallel.modes import MODES
+from mmcp.parallel.state_passing import RunOrder
+from mmcp.parallel.state_scan import hops_of
 from mmcp.registry import Registry
 from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.ranges import part_of, size
 
 Phases = dict[tuple[str, str], Traffic]
-"""By (name of the exchange, `forward` or `backward`), as the recorder books it; nothing that is 0 collectives."""
+"""By (name of the exchange, phase), as the recorder books it; nothing that is 0 collectives."""
 
 CROSSING = Registry("traffic between groups")
 """Name of a mode -> what it moves between ring ranks."""
@@ -77,9 +81,12 @@ def attention_traffic(
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
+    checkpointing: bool = False,
 ) -> Phases:
     """Say what one layer of `variant` costs `rank` of the plan on this row.
 
+    checkpointing: the block keeps its input only, so that backward first runs its forward, and its exchanges, again;
+        these are told apart, in a phase of their own
     Raises ValueError, as the layer does, when the variant's mode cannot be or some rank would get no head.
     """
     core, mode = variant.build(heads=heads, kv_heads=kv_heads, head_dim=head_dim), MODES[variant.mode]
@@ -92,6 +99,10 @@ def attention_traffic(
     layer = Layer(core, plan, mask, shares[index], ring_index, dtype.itemsize)
     if plan.ring > 1 and variant.mode in CROSSING:
         phases |= CROSSING[variant.mode](layer)
+    if checkpointing:
+        phases |= {
+            (name, "recompute"): replace(traffic) for (name, phase), traffic in phases.items() if phase == "forward"
+        }
     return {key: traffic for key, traffic in phases.items() if traffic.collectives}
 
 
@@ -153,16 +164,39 @@ def _allgather(layer: Layer) -> Phases:
 
 @CROSSING.register("state")
 def _state(layer: Layer) -> Phases:
-    core: RecurrentAttention = layer.core
     runs = [len(held) for held in layer.plan.group_tokens]
-    others, heads = sum(runs) - runs[layer.ring_index], len(layer.heads.query_heads)
-    state = heads * core.state_dim[0] * core.state_dim[1]
-    transition = heads * torch.Size(core.transition_dim).numel()
+    others = sum(runs) - runs[layer.ring_index]
+    transition, state = _state_numbers(layer)
     swaps = int(sum(runs) > 0)
     return _halo(layer) | {
         ("states", "forward"): Traffic(swaps, others * (transition + state) * layer.wide),
         ("states", "backward"): Traffic(swaps, others * state * layer.wide),
     }
+
+
+@CROSSING.register("scan")
+def _scan(layer: Layer) -> Phases:
+    order = RunOrder.of(layer.plan, layer.ring_index)
+    owners = [order.owner(run) for run in order.order]
+    scans = {"forward": owners, "backward": owners[::-1]}
+    return _halo(layer) | {("states", phase): _scan_traffic(layer, owners) for phase, owners in scans.items()}
+
+
+def _scan_traffic(layer: Layer, owners: list[int]) -> Traffic:
+    """owners: ring rank of each run, in the order of the scan."""
+    (transition, state), here, traffic = _state_numbers(layer), layer.ring_index, Traffic()
+    for hop in hops_of(len(owners)):
+        moves = [move for move in hop if owners[move.source] != owners[move.target]]
+        received = [move for move in moves if owners[move.target] == here]
+        traffic.collectives += bool(received) or any(owners[move.source] == here for move in moves)
+        traffic.bytes += sum(move.with_transition * transition + state for move in received) * layer.wide
+    return traffic
+
+
+def _state_numbers(layer: Layer) -> tuple[int, int]:
+    """Numbers of a transition and of a state, of this rank's query heads."""
+    core, heads = layer.core, len(layer.heads.query_heads)
+    return heads * torch.Size(core.transition_dim).numel(), heads * core.state_dim[0] * core.state_dim[1]
 
 
 def _halo(layer: Layer) -> Phases:

@@ -30,6 +30,24 @@ INTRODUCTION = """# Attention modes
 Written by `python -m mmcp.report.attention_modes` from the code; a test keeps it so. A layer's mode is the `mode` field
 of its variant's config, so every layer of a pattern may have its own. All is free but for what is listed below: any
 ring x ulysses, any heads over any divisor of key-value heads, any ownership of tokens, ranks without tokens.
+
+A hybrid of three recurrent layers that pass their state and one softmax layer that goes round the ring, on two nodes:
+
+```yaml
+mesh: {ring: 2, ulysses: 8}
+model:
+  backbone:
+    layers: 24
+    pattern:
+      - {name: gated_delta, mode: state}
+      - {name: gated_delta, mode: state}
+      - {name: gated_delta, mode: state}
+      - {name: softmax, mode: ring}
+```
+
+`mmcp verify CONFIG --ranks 4 --synthetic mesh.ring=2` proves such a config on the machine at hand; the words
+`attention=gated_delta,gated_delta,gated_delta,softmax mode=state,state,state,ring` put the pattern in the place of
+CONFIG's own. Where a mode crosses the ring axis and the mesh has none, `verify` puts its ranks there.
 """
 
 

@@ -25,6 +25,7 @@ VARIANTS = {
     "softmax features": KernelisedConfig(chunk=5, feature_map="softmax"),
     "delta": GatedDeltaConfig(chunk=8),
     "wide delta": GatedDeltaConfig(convolution=7),
+    "delta alone": GatedDeltaConfig(convolution=1, chunk=16),
     "positive": LinearConfig(feature_map="elu", chunk=16, longest_memory=1e9),
 }
 
@@ -103,7 +104,7 @@ def test_another_document_does_not_move_a_bit(name):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_documents_packed_are_documents_alone(name):
-    lengths, heads = [5, 17, 1, 1, 26, 64], split_heads(4, 4, 1)[0]
+    lengths, heads = [5, 17, 1, 1, 26, 64], split_heads(4, 2, 1)[0]
     core = build(VARIANTS[name], 4, 2)
     inputs = draw_inputs(core, sum(lengths), heads, seed=1)
     packed = core(inputs, row_info(Mask.causal(lengths)), heads)
@@ -138,7 +139,8 @@ def test_strided_views_and_expanded_gradients_are_taken_as_they_are(name):
     columns = zip(core.tensors, fused.split(widths, dim=1), strict=True)
     views = {spec.name: column.unflatten(1, (-1, spec.dim)) for spec, column in columns}
     out = core(views, row_info(mask), heads)
-    assert torch.equal(out, core({key: x.detach().clone() for key, x in views.items()}, row_info(mask), heads))
+    copies = {key: x.detach().clone() for key, x in views.items()}
+    assert relative_error(out, core(copies, row_info(mask), heads), of=()) < 1e-14  # strides choose the CPU's loop
     out.sum().backward()
     assert fused.grad.isfinite().all() and fused.grad.abs().sum() > 0
 

@@ -60,8 +60,10 @@ def decay_kernel(q, k, v, *, g_gamma, initial_state, output_final_state, cu_seql
 
 
 def run(core, inputs, info, heads, states, runs):
-    halo = {spec.name: torch.zeros(len(runs), spec.halo, *inputs[spec.name].shape[1:]) for spec in core.tensors}
-    halo = {name: x.double() for name, x in halo.items() if x.shape[1]}
+    halo = {
+        spec.name: inputs[spec.name].new_zeros(len(runs), spec.halo, *inputs[spec.name].shape[1:])
+        for spec in core.tensors
+    }
     ready = core.prepare(inputs, info, heads, runs, halo)
     out, (transition, state) = core.finish(ready, info, heads, runs, states), core.summarise(ready, info, heads, runs)
     leaves = [*inputs.values(), states]

@@ -188,7 +188,7 @@ B70 = {
     "nothing to resume": (["--resume"], "folder: no run to resume: 'run' (looked for the folder TMP/run)"),
     "no checkpoint": (["--resume", "folder=full"], "no complete checkpoint to resume in TMP/full/checkpoints"),
     "more ranks than heads": (["--ranks", "5"], "mesh: ulysses=5 ranks for 4 query heads"),
-    "ring": (["mesh.ring=2"], "mesh: ring=2: attention runs over the Ulysses axis only; use ring=1"),
+    "ring in a mode that does not cross it": (["mesh.ring=3"], "mesh: ulysses=6 ranks for 4 query heads"),
     "ranks that do not divide": (["--ranks", "3", "mesh.dp_shard=2"], "--ranks 3 is not a multiple of dp_replicate=1"),
     "heads that do not divide": (["model.backbone.kv_heads=3"], "4 query heads are not a multiple of 3"),
     "no room": (["clip.budget.tokens=16"], "data.train: none of 2 samples can be used; the first: sample '000': "),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mmcp.attention.base import Attention, RowInfo, split_heads
 from mmcp.masks import Mask
@@ -38,6 +39,8 @@ class Case:
     seed: int = 0
     moved: tuple[int, int] = (0, 0)
     """Tokens whose inputs are drawn again."""
+    checkpointing: bool = False
+    """Run the forward again in backward."""
 
     @property
     def ranks(self) -> int:
@@ -104,7 +107,12 @@ def run_case(case: Case) -> Result | str:
                 mode=case.variant.mode,
                 chunks=case.variant.chunks,
             )
-            out = layer(local, RowInfo(mask, plan, mesh.cp.index))
+            info = RowInfo(mask, plan, mesh.cp.index)
+            if case.checkpointing:
+                ones = torch.ones((), dtype=case.dtype, requires_grad=True)  # a product keeps the output for backward
+                out = checkpoint(lambda: layer(local, info).mul(ones), use_reentrant=False)
+            else:
+                out = layer(local, info)
         except ValueError as error:
             return f"{len(recorder.traffic)} exchanges: {error}"
         (out * weight[mine]).sum().backward()
@@ -117,6 +125,7 @@ def run_case(case: Case) -> Result | str:
         kv_heads=case.kv_heads,
         head_dim=case.head_dim,
         dtype=case.dtype,
+        checkpointing=case.checkpointing,
     )
     values = {name: value.grad for name, value in local.items()} | {"out": out.detach()}
     weights = {f"weight {name}": weight.grad for name, weight in core.named_parameters()}
@@ -129,14 +138,15 @@ def run_cases(cases: list[Case]) -> list[Result | str]:
 
 
 def reference_of(case: Case) -> dict[str, Tensor]:
-    """Compute the output and every gradient by the variant's slow reference, in float64."""
-    core = case.core(torch.float64)
+    """Compute the output and every gradient by the variant's slow reference, in float64, of weights in their type."""
+    core = case.core(case.dtype).double()
     inputs, weight = case.inputs()
     exact = {name: value.double().requires_grad_() for name, value in inputs.items()}
     out = core.reference(exact, case.mask, split_heads(case.heads, case.kv_heads, 1)[0])
-    (out * weight.double()).sum().backward()
-    values = {name: value.grad for name, value in exact.items()} | {"out": out.detach()}
-    return values | {f"weight {name}": weight.grad for name, weight in core.named_parameters()}
+    named = exact | {f"weight {name}": weight for name, weight in core.named_parameters()}
+    loss = (out * weight.double()).sum()
+    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(named, grads, strict=True)) | {"out": out.detach()}
 
 
 def joined(case: Case, results: list[Result]) -> dict[str, Tensor]:
@@ -149,15 +159,16 @@ def joined(case: Case, results: list[Result]) -> dict[str, Tensor]:
     return values | {name: sum(result.weights[name] for result in results) for name in results[0].weights}
 
 
-def check_results(case: Case, results: list[Result], tolerance: float) -> None:
-    """Compare with the reference, and what was counted with the closed form."""
+def check_results(case: Case, results: list[Result], tolerance: float) -> float:
+    """Compare with the reference, and what was counted with the closed form; return the largest error."""
     for rank, result in enumerate(results):
         assert result.counted == result.expected, (case, rank)
     got, want = joined(case, results), reference_of(case)
     grads = [want[name] for name in want if name != "out"]
-    for name, value in got.items():
-        error = relative_error(value, want[name], of=grads if name != "out" else ())
+    errors = {name: relative_error(got[name], want[name], of=grads if name != "out" else ()) for name in got}
+    for name, error in errors.items():
         assert error <= tolerance, (case, name, error)
+    return max(errors.values())
 
 
 def check_case(pool: Any, case: Case, tolerance: float = 1e-10) -> list[Result]:

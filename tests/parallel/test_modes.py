@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from mmcp.attention import GatedDeltaConfig, LinearConfig, SoftmaxConfig
+from mmcp.attention import GatedDeltaConfig, KernelisedConfig, LinearConfig, SoftmaxConfig
 from tests.parallel.mode_cases import Case, check_case, check_results, joined, run_case, run_cases
 
 DOCUMENTS = (0, 9, 10, 31, 48)
 RECURRENT = {
     "linear": LinearConfig(feature_map="elu", chunk=4, shortest_memory=2.0, longest_memory=100.0),
+    "kernelised": KernelisedConfig(chunk=4),
     "delta": GatedDeltaConfig(chunk=4),
 }
 SOFTMAX_MODES = ("ulysses", "ring", "allgather")
 CROSSING = [
     *(SoftmaxConfig(mode=mode) for mode in ("ring", "allgather")),
-    *(replace(variant, mode="state") for variant in RECURRENT.values()),
+    *(replace(variant, mode=mode) for variant in RECURRENT.values() for mode in ("state", "scan")),
 ]
 
 
@@ -44,7 +45,14 @@ def case_of(variant, *, ring=2, ulysses=1, owners=None, heads=6, kv_heads=3, bou
     return Case(variant, ring, ulysses, heads, kv_heads, 8, owners, bounds, **changes)
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (3, 1), (2, 2), (2, 3), (3, 2), (6, 1)])
+def factorisations(quick: list, rest: list) -> pytest.MarkDecorator:
+    """Parametrise (ring, ulysses); all that are not quick belong to the full tests."""
+    return pytest.mark.parametrize(
+        ("ring", "ulysses"), [*quick, *(pytest.param(*mesh, marks=pytest.mark.full) for mesh in rest)]
+    )
+
+
+@factorisations([(3, 1), (2, 2)], [(1, 2), (2, 1), (2, 3), (3, 2), (6, 1)])
 @pytest.mark.parametrize("mode", SOFTMAX_MODES)
 def test_softmax_on_every_factorisation(rank_pool, mode, ring, ulysses):
     variants = [SoftmaxConfig(mode=mode), SoftmaxConfig(mode=mode, window=7, sink=2)]
@@ -57,8 +65,8 @@ def test_softmax_on_every_factorisation(rank_pool, mode, ring, ulysses):
         check_results(case, results, 1e-10)
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (3, 1), (2, 2), (3, 2), (6, 1)])
-@pytest.mark.parametrize("mode", ["ulysses", "state"])
+@factorisations([(2, 2)], [(1, 2), (2, 1), (3, 1), (3, 2), (6, 1)])
+@pytest.mark.parametrize("mode", ["ulysses", "state", "scan"])
 @pytest.mark.parametrize("recurrent", RECURRENT)
 def test_recurrent_on_every_factorisation(rank_pool, recurrent, mode, ring, ulysses):
     variant = replace(RECURRENT[recurrent], mode=mode)
@@ -123,19 +131,35 @@ def test_states_cost_the_same_at_any_length(rank_pool, recurrent, transition):
     assert counted[0][0]["states", "forward"].bytes == 3 * 6 * (8 * 8 + transition) * 8  # 3 runs elsewhere, 6 heads
 
 
-PERTURBED = [SoftmaxConfig(), *RECURRENT.values(), *CROSSING]
+def test_a_scan_brings_less_than_all_states(rank_pool):
+    """Six contiguous runs, three hops and a shift. The fifth takes two maps with M, one without, and a state."""
+    variant = replace(RECURRENT["delta"], mode="scan")
+    case = case_of(variant, ring=6, heads=2, kv_heads=1, owners=contiguous(48, 6), bounds=(0, 48))
+    counted = [result.counted["states", "forward"] for result in check_case(rank_pool, case)]
+    numbers = 2 * 8 * 8 * 8  # of a state, and of a transition
+    assert [traffic.bytes // numbers for traffic in counted] == [0, 2, 4, 4, 6, 1]
+    assert max(traffic.collectives for traffic in counted) == 4
 
 
-@pytest.mark.parametrize("variant", PERTURBED, ids=lambda variant: f"{variant.name}-{variant.mode}")
-def test_what_one_token_moves(rank_pool, variant):
-    """Another document's output stays the same to the bit; the last rank sees a change of the first token."""
-    case = case_of(variant, ring=3, heads=3, owners=contiguous(48, 3), bounds=(0, 20, 48))
-    before, after = (joined(c, rank_pool.run(run_case, c, ranks=3)) for c in (case, replace(case, moved=(0, 20))))
-    assert torch.equal(before["out"][20:], after["out"][20:])
-    assert not torch.equal(before["out"][:20], after["out"][:20])
+PERTURBED = [SoftmaxConfig(), SoftmaxConfig(chunks=2), *RECURRENT.values(), *CROSSING]
+
+
+@factorisations([(3, 1)], [(2, 2)])
+@pytest.mark.parametrize("variant", PERTURBED, ids=lambda variant: f"{variant.name}-{variant.mode}-{variant.chunks}")
+def test_what_one_token_moves(rank_pool, variant, ring, ulysses):
+    """Other documents stay the same to the bit, in both directions; the last rank sees a change of the first token."""
+    ranks = ring * ulysses
+    case = case_of(
+        variant, ring=ring, ulysses=ulysses, heads=8, kv_heads=4, owners=contiguous(48, ranks), bounds=(0, 20, 48)
+    )
     whole = replace(case, bounds=(0, 48))
-    before, after = (joined(c, rank_pool.run(run_case, c, ranks=3)) for c in (whole, replace(whole, moved=(0, 1))))
-    assert (before["out"][32:] != after["out"][32:]).any(dim=-1).all()
+    cases = [case, replace(case, moved=(0, 20)), whole, replace(whole, moved=(0, 1))]
+    of_ranks = zip(*rank_pool.run(run_cases, cases, ranks=ranks), strict=True)
+    before, after, one, other = (joined(c, list(results)) for c, results in zip(cases, of_ranks, strict=True))
+    for name in ("out", *(tensor.name for tensor in case.core(torch.float64).tensors)):
+        assert torch.equal(before[name][20:], after[name][20:]), name
+    assert not torch.equal(before["out"][:20], after["out"][:20])
+    assert (one["out"][36:] != other["out"][36:]).flatten(1).any(dim=-1).all()
 
 
 REFUSED = {

@@ -80,7 +80,7 @@ def bring_halo(documents: list[int]) -> list:
     tensors = (HeadTensor("x", "query", 1, halo=2), HeadTensor("gate", "query", 1))
     tokens = torch.from_numpy(plan.positions(mesh.cp.index)).double()[:, None, None].requires_grad_()
     brought = halo.bring({"x": tokens, "gate": tokens}, tensors, mesh.ring)
-    assert list(brought) == ["x"]
+    assert brought["gate"].shape[1] == 0
     (brought["x"] * (1 + mesh.ring.index)).sum().backward()
     return [brought["x"].flatten(1).tolist(), tokens.grad.flatten().tolist()]
 
