@@ -1,7 +1,7 @@
 """What every job shares: the config of a run, and the model and plans that it describes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ from mmcp.model.backbone import BackboneConfig
 from mmcp.model.vlm import VideoLM
 from mmcp.parallel.mesh import MeshConfig
 from mmcp.sequence import TokenSequence
-from mmcp.sharding.cost import CostModel, LayerCost, Rates, row_costs
+from mmcp.sharding.cost import DEFAULT_RATES, CostModel, LayerCost, Rates, row_costs
 from mmcp.sharding.needs import layer_needs
 from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.step import StepPlan, plan_step
@@ -96,8 +96,8 @@ class RunConfig:
     """Type of the computation; bfloat16 keeps float32 parameters and sums."""
     mesh: MeshConfig = MeshConfig()
     sharding: ShardingConfig = ShardingConfig()
-    rates: Rates = Rates()
-    """Speeds that plans are priced with."""
+    rates: Rates = field(default_factory=lambda: DEFAULT_RATES["cuda" if torch.cuda.is_available() else "cpu"])
+    """Speeds that plans are priced with; `mmcp bench calibrate` measures them."""
     data: DataConfig
     clip: ClipConfig
     tokenizer: TokenizerConfig = TokenizerConfig()

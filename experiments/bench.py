@@ -8,6 +8,8 @@ from mmcp.report.outcome import Outcome
 
 BENCHES = {
     "attention": "experiments.bench_attention:run",
+    "calibrate": "experiments.bench_calibrate:run",
+    "planning": "experiments.bench_planning:run",
 }
 """Name -> `module:function`; it gets the settings written as key=value and returns an Outcome."""
 

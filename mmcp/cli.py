@@ -194,7 +194,7 @@ def _ablate(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="what to measure: attention")
+    parser.add_argument("name", metavar="NAME", help="what to measure: attention, calibrate, planning")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the measurement")
     _add_json(parser)
 
