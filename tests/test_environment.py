@@ -22,9 +22,9 @@ NOT_IMPORTED = {
     "mypy": "make lint runs it",
     "pytest-timeout": "pytest loads it",
     "ruff": "make lint runs it",
+    "peft": "adapters that users put on a model",
     "tensorboard": "torch.utils.tensorboard writes through it",
     "torchvision": "timm imports it",
-    "transformers": "tests skip themselves without it",
 }
 COMES_WITH = {"pydantic-core": "pydantic"}
 IMPORTED_AS = {"flash-linear-attention": "fla"}  # not installed here, so its files do not tell
@@ -97,7 +97,7 @@ def imported(*folders: str) -> set[str]:
 
 
 def test_what_the_library_imports_is_a_dependency_or_an_extra_of_running():
-    assert not imported(*OURS[:-1]) - requirements("gpu", "decord").keys()
+    assert not imported(*OURS[:-1]) - requirements("gpu", "decord", "hf").keys()
 
 
 def test_what_the_tests_import_is_listed():
@@ -105,6 +105,6 @@ def test_what_the_tests_import_is_listed():
 
 
 def test_every_dependency_is_imported_or_has_another_reason():
-    running, testing = requirements("gpu", "decord").keys(), requirements("hf", "dev").keys()
+    running, testing = requirements("gpu", "decord", "hf").keys(), requirements("dev").keys()
     unused = (running - imported(*OURS[:-1])) | (testing - running - imported("tests"))
     assert unused == NOT_IMPORTED.keys()
