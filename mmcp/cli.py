@@ -190,6 +190,12 @@ def _ablate(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
 
 
+def _bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="what to measure: hf")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the measurement")
+    _add_json(parser)
+
+
 def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="do not start ranks to see whether they can talk")
     _add_json(parser)
@@ -246,6 +252,13 @@ VERBS = {
             "mmcp ablate experiments/configs/ablate.yaml smoke=true",
             "experiments.ablate_attention:run",
             _ablate,
+        ),
+        Verb(
+            "bench",
+            "measure side by side, on this machine",
+            "mmcp bench hf layers=4 site=FOLDER",
+            "experiments.bench:run",
+            _bench,
         ),
         Verb(
             "doctor",
