@@ -8,6 +8,7 @@ the whole model's gradient), L2 per tensor.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -274,6 +275,7 @@ class HfCase:
     dtype: torch.dtype = torch.float64
     mode: str | None = None
     checkpointing: bool = False
+    gradients: str = "mean"
 
 
 BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
@@ -306,7 +308,7 @@ def errors_against_one_process(case: HfCase) -> dict[str, float]:
         mesh = build_mesh(MeshConfig(ring=case.ring, ulysses=case.ulysses))
         if case.checkpointing:
             model.activation_checkpointing_enable()
-        model = parallelize(model, mesh, mode=case.mode)
+        model = parallelize(model, mesh, mode=case.mode, gradients=case.gradients)
         model.zero_grad()
         out = model(**make_batch(case.batch, case.dtype))
         out.loss.backward()
@@ -314,8 +316,19 @@ def errors_against_one_process(case: HfCase) -> dict[str, float]:
     whole = torch.sqrt(sum(g.square().sum() for g in gradients.values()))
     errors = {"loss": abs(out.loss.item() - loss) / abs(loss)}
     for name, parameter in model.named_parameters():
-        errors[name] = relative(parameter.grad, gradients[name], whole)
+        summed = mesh.cp.size if case.gradients == "sum" else 1
+        errors[name] = relative(parameter.grad * summed, gradients[name], whole)
     return errors
+
+
+def rounding_of_one_process(case: HfCase) -> dict[str, float]:
+    """Return the error of the unmodified model's own gradients in the case's type, against float64."""
+    _, gradients = one_process(make_model(case.model, case.dtype), make_batch(case.batch, case.dtype))
+    with wide_casts():
+        batch = make_batch(case.batch, torch.float64)
+        _, exact = one_process(make_model(case.model, case.dtype).double(), batch)
+    whole = torch.sqrt(sum(g.square().sum() for g in exact.values()))
+    return {name: relative(gradients[name].double(), want, whole) for name, want in exact.items()}
 
 
 def one_process(model: nn.Module, batch: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
@@ -326,8 +339,7 @@ def one_process(model: nn.Module, batch: dict[str, Any]) -> tuple[float, dict[st
     parts = [batch]
     if model.config.model_type == "qwen3_next" and "position_ids" in batch:
         starts = [*torch.nonzero(batch["position_ids"][0] == 0)[:, 0].tolist(), batch["input_ids"].shape[1]]
-        bounds = zip(starts[:-1], starts[1:], strict=True)
-        parts = [{key: value[:, a:b] for key, value in batch.items()} for a, b in bounds]
+        parts = [{key: value[:, a:b] for key, value in batch.items()} for a, b in pairwise(starts)]
     count = sum(int((part["labels"][:, 1:] != -100).sum()) for part in parts)
     losses = [model(**part, num_items_in_batch=count, use_cache=False).loss for part in parts]
     sum(losses).backward()

@@ -15,11 +15,11 @@ import pytest
 for name in ("transformers", "accelerate", "trl", "datasets"):
     pytest.importorskip(name)
 
-import torch
-import torch.distributed as dist
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
-from mmcp.parallel.mesh import MeshConfig, build_mesh
-from tests.integrations.hf_cases import wide_casts
+from mmcp.parallel.mesh import MeshConfig, build_mesh  # noqa: E402
+from tests.integrations.hf_cases import wide_casts  # noqa: E402
 
 STEPS = 20
 
@@ -39,14 +39,16 @@ def as_torchrun() -> None:
         os.environ |= dict(zip(names, map(str, values), strict=True))
 
 
-def curve(module: Any, out: str, ranks: int, resume: bool, options: dict[str, Any]) -> tuple[list[float], list[float]]:
+def curve(
+    module: Any, out: str, ranks: int, resume: bool, options: dict[str, Any], groups: int = 1
+) -> tuple[list[float], list[float]]:
     """Train with a Trainer of an example; return its losses and held-out losses, unrounded."""
     from mmcp.integrations.transformers.trainer import parallelize_trainer
 
     trainer = module.make_trainer(out, **options)
     trainer.model.double()
     if ranks > 1:
-        parallelize_trainer(trainer, build_mesh(MeshConfig(ulysses=ranks)))
+        parallelize_trainer(trainer, build_mesh(MeshConfig(dp_shard=groups, ulysses=ranks)))
     losses: list[float] = []
     step = trainer.training_step
 
@@ -66,6 +68,14 @@ def run_trainer(out: str, resume: bool, options: dict[str, Any]) -> tuple[list[f
 
     as_torchrun()
     return curve(hf_trainer, out, dist.get_world_size(), resume, options)
+
+
+def run_groups(out: str, groups: int, options: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Train with Trainer in data-parallel groups of two ranks; with one rank a group, unmodified."""
+    from experiments import hf_trainer
+
+    as_torchrun()
+    return curve(hf_trainer, out, dist.get_world_size() // groups, False, options, groups=groups)
 
 
 def run_sft(out: str, resume: bool, options: dict[str, Any]) -> tuple[list[float], list[float]]:
@@ -97,7 +107,17 @@ def compare(pool, tmp_path, run: Callable, options: dict[str, Any]) -> None:
         assert scores[-1] == pytest.approx(held_out[-1], rel=close)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.full), 4])
 @pytest.mark.parametrize("run", [run_trainer, run_accelerate, run_sft])
 def test_two_ranks_train_as_one_process(rank_pool, tmp_path, run, accumulation):
     compare(rank_pool, tmp_path, run, {"steps": STEPS, "accumulation": accumulation})
+
+
+def test_groups_of_ranks_train_as_processes_of_ddp(rank_pool, tmp_path):
+    options = {"steps": 6, "accumulation": 2}
+    alone = rank_pool.run(run_groups, str(tmp_path / "ddp"), 2, options, ranks=2)
+    grouped = rank_pool.run(run_groups, str(tmp_path / "groups"), 2, options, ranks=4)
+    for rank, (losses, scores) in enumerate(grouped):
+        assert losses == pytest.approx(alone[rank // 2][0], rel=1e-8)
+        assert scores == pytest.approx(alone[rank // 2][1], rel=1e-8)
+    assert alone[0][0] != pytest.approx(alone[1][0], rel=1e-3)  # groups did see different batches

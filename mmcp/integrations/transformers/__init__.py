@@ -3,7 +3,8 @@
 `parallelize_trainer` and `share_batches` are in `trainer`, which needs accelerate.
 """
 
-from mmcp.integrations.transformers.parallelize import average_gradients, parallelize
+from mmcp.integrations.transformers.gradients import average_gradients
+from mmcp.integrations.transformers.parallelize import parallelize
 from mmcp.integrations.transformers.towers import DeferredPixels, Step
 
 __all__ = ["DeferredPixels", "Step", "average_gradients", "parallelize"]

@@ -44,11 +44,10 @@ def check_model(model: PreTrainedModel, mesh: Mesh) -> None:
             f"{type(model).__name__} (model_type '{config.model_type}') is not among the models that are known to give "
             f"their one-process results over ranks: language models with a head, of {', '.join(MODELS)}"
         )
-    text = model.get_decoder().config
-    if "full_attention" in (kinds := getattr(text, "layer_types", None) or ["full_attention"]) or len(set(kinds)) > 1:
-        split_heads(text.num_attention_heads, text.num_key_value_heads, mesh.ulysses.size)
+    text: Any = model.get_decoder().config
+    split_heads(text.num_attention_heads, text.num_key_value_heads, mesh.ulysses.size)
     dropped = {type(module).__name__ for module in model.modules() if isinstance(module, nn.Dropout) and module.p}
-    if dropped or getattr(text, "attention_dropout", 0):
+    if dropped or getattr(text, "attention_dropout", None):
         raise ValueError(
             f"{type(model).__name__} has dropout, which would differ between ranks and from one process; set every "
             "dropout of its configuration to 0"

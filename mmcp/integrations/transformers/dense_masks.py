@@ -15,7 +15,7 @@ def mask_of_pairs(allowed: np.ndarray) -> tuple[Mask, np.ndarray]:
     allowed: [s, s] bool  whether a query, down, may read a key, across; a key that nobody reads is padding
     Raises ValueError for pairs that are no `Mask`.
     """
-    kept = allowed.any(axis=0)
+    kept: np.ndarray = np.any(allowed, axis=0)
     pairs = allowed[np.ix_(kept, kept)]
     size = len(pairs)
     if not size:

@@ -1,15 +1,15 @@
-"""Gated delta layers of Qwen3-Next over ranks: transformers' projections, our recurrence, its parameters where they are.
+"""Gated delta layers of Qwen3-Next over ranks: transformers' projections and parameters, our recurrence.
 
-transformers' own layer would convolve and sum up each rank's tokens alone. Ours also keeps packed documents apart, which
-transformers' does not do without its GPU kernels.
+transformers' own layer would convolve and sum up each rank's tokens alone. Ours also keeps packed documents apart,
+which transformers' does not do without its GPU kernels.
 """
 
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from mmcp.attention.gated_delta import GatedDelta, GatedDeltaConfig
@@ -21,7 +21,7 @@ from mmcp.parallel.ulysses import Ulysses
 class BorrowedGatedDelta(GatedDelta):
     """A gated delta core whose parameters are those of a transformers layer, looked up at each call."""
 
-    def __init__(self, layer: Qwen3NextGatedDeltaNet, mode: str):
+    def __init__(self, layer: Qwen3NextGatedDeltaNet, mode: Literal["ulysses", "state"]):
         settings = GatedDeltaConfig(convolution=layer.conv_kernel_size, norm_eps=layer.norm.variance_epsilon, mode=mode)
         super().__init__(settings, heads=layer.num_v_heads, kv_heads=layer.num_k_heads, head_dim=layer.head_v_dim)
         for name in ("filters", "log_rate", "decay_bias", "norm"):
@@ -31,8 +31,10 @@ class BorrowedGatedDelta(GatedDelta):
         """View the layer's parameters as this core's, with gradients."""
         q, k, v = layer.conv1d.weight[:, 0].split([layer.key_dim, layer.key_dim, layer.value_dim])
         heads = {"q": layer.num_k_heads, "k": layer.num_k_heads, "v": layer.num_v_heads}
-        self.filters = {name: w.unflatten(0, (heads[name], -1)) for name, w in (("q", q), ("k", k), ("v", v))}
-        self.log_rate, self.decay_bias, self.norm = layer.A_log[:], layer.dt_bias[:], layer.norm.weight[:]
+        filters = {name: w.unflatten(0, (heads[name], -1)) for name, w in (("q", q), ("k", k), ("v", v))}
+        views = {"filters": filters, "log_rate": layer.A_log[:], "decay_bias": layer.dt_bias[:]}
+        for name, view in (views | {"norm": layer.norm.weight[:]}).items():
+            setattr(self, name, view)  # of plain tensors: the parameters stay the layer's
 
 
 def parallelize_layer(layer: Qwen3NextGatedDeltaNet, mesh: Mesh) -> None:
@@ -48,7 +50,7 @@ def parallelize_layer(layer: Qwen3NextGatedDeltaNet, mesh: Mesh) -> None:
         )
     if layer.activation != "silu" or layer.conv1d.bias is not None:
         raise ValueError(f"{name}: a convolution with activation '{layer.activation}' or a bias is not supported")
-    mode = "ulysses" if mesh.ring.size == 1 else "state"
+    mode: Literal["ulysses", "state"] = "ulysses" if mesh.ring.size == 1 else "state"
     core = BorrowedGatedDelta(layer, mode)
     heads = {"num_heads": layer.num_v_heads, "num_kv_heads": layer.num_k_heads}
     attention = Ulysses(core, mesh, mode=mode, **heads)
@@ -76,7 +78,7 @@ def mix(
     )
     inputs = {"q": q[0], "k": k[0], "v": v[0], "decay": a[0, ..., None], "strength": b[0, ..., None]}
     inputs = {name: mmcp_row.without_ghost(x) for name, x in inputs.items()}
-    attention: nn.Module = layer.__dict__["mmcp_attention"]
+    attention: Any = layer.__dict__["mmcp_attention"]
     attention.core.borrow(layer)
     out = mmcp_row.with_ghost(attention(inputs, mmcp_row.info(layer.layer_idx)))
     gate = F.silu(z[0].to(torch.promote_types(z.dtype, torch.float32)))

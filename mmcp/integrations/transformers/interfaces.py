@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from mmcp.integrations.transformers.local_row import LocalRow
@@ -32,7 +32,7 @@ def no_mask() -> Tensor:
 
 
 def attend(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -72,9 +72,7 @@ def _as_rows(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1)
 
 
-def _check(
-    module: nn.Module, key: Tensor, value: Tensor, dropout: float, options: dict[str, Any], window: int
-) -> None:
+def _check(module: Any, key: Tensor, value: Tensor, dropout: float, options: dict[str, Any], window: int) -> None:
     name = f"{type(module).__name__} (layer {module.layer_idx})"
     if dropout:
         raise ValueError(f"{name}: attention dropout {dropout} depends on the rank; set attention_dropout to 0")

@@ -197,7 +197,8 @@ def _as_mask(meaning: Meaning, num_tokens: int) -> Mask:
             raise Untranslatable("both-ways blocks without a causal mask around them")
         return Mask(np.concatenate([blocks[:, 0], blocks[-1:, 1]]), blocks)
     bounds = _bounds(reads.causal.number(num_tokens), "documents or chunks")
-    if not np.array_equal(*(np.searchsorted(bounds, side, "right") for side in (blocks[:, 0], blocks[:, 1] - 1))):
+    first, last = (np.searchsorted(bounds, side, "right") for side in (blocks[:, 0], blocks[:, 1] - 1))
+    if not np.array_equal(first, last):
         raise Untranslatable("a both-ways block across two documents or chunks")
     window = reads.causal.window
     if len(blocks) and reads.block_limit.window not in (0, window):

@@ -25,7 +25,6 @@ from mmcp.integrations.transformers.local_row import Attentions, LocalRow, row_i
 from mmcp.integrations.transformers.outputs import ParallelOutput, scored_output
 from mmcp.integrations.transformers.towers import TOWERS, Tower
 from mmcp.integrations.transformers.whole_row import WholeRow, read_batch
-from mmcp.parallel.collectives import all_reduce
 from mmcp.parallel.mesh import Mesh
 from mmcp.parallel.route import Router
 from mmcp.sharding.cost import row_costs
@@ -66,15 +65,6 @@ def parallelize(
     parallel = ParallelForward(model, mesh, Attentions(mesh, mode), linear, strategy, gradients)
     model.forward = MethodType(_as_method(model, parallel), model)
     return model
-
-
-@torch.no_grad()
-def average_gradients(model: nn.Module, mesh: Mesh) -> None:
-    """Average parameters' gradients over all ranks, for a loop without DDP or FSDP; missing ones count as 0."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = all_reduce(mine, "sum", group=mesh.world, name="gradients") / mesh.world.size
 
 
 def _as_method(model: PreTrainedModel, parallel: "ParallelForward") -> Callable:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils import ModelOutput
 
 from mmcp.registry import Registry
 
@@ -77,9 +77,11 @@ class Tower(Protocol):
 
 
 @dataclass
-class TowerOutput(BaseModelOutputWithPooling):
+class TowerOutput(ModelOutput):
     """What a model is handed in the place of its tower's answer: the rows of this rank's tokens."""
 
+    pooler_output: Any = None
+    """As the model's own tower gives it."""
     deepstack_features: list[tuple[Tensor, ...]] | None = None
     """Per layer that adds one: its rows."""
 
@@ -120,7 +122,7 @@ class QwenTower:
     pixel_keys = ("pixel_values", "pixel_values_videos")
 
     def __init__(self, model: PreTrainedModel):
-        self.model = model.base_model
+        self.model: Any = model.base_model
         self.config = model.config
         self.merge = model.config.vision_config.spatial_merge_size
         self.token_ids = {"image": model.config.image_token_id, "video": model.config.video_token_id}
@@ -135,9 +137,7 @@ class QwenTower:
         grids = [unit.patches for unit in units] or [(1, self.merge, self.merge)]
         pixels = self._pixels(batch, units)
         device = self.model.visual.patch_embed.proj.weight.device
-        out = self.model.get_image_features(
-            pixels.to(device), torch.tensor(grids, device=device), return_dict=True
-        )
+        out = self.model.get_image_features(pixels.to(device), torch.tensor(grids, device=device), return_dict=True)
         parts = [torch.cat(tuple(out.pooler_output)), *_deepstack(out)]
         return torch.cat(parts, dim=1)[: sum(unit.num_tokens for unit in units)]
 
@@ -153,10 +153,13 @@ class QwenTower:
         return outputs
 
     def _units_of(self, kind: str, batch: dict[str, Any], ids: np.ndarray) -> list[MediaUnit]:
-        key, grid_key = ("pixel_values", "image_grid_thw") if kind == "image" else ("pixel_values_videos", "video_grid_thw")
+        key, grid_key = (
+            ("pixel_values", "image_grid_thw") if kind == "image" else ("pixel_values_videos", "video_grid_thw")
+        )
         grids = batch[grid_key].tolist() if batch.get(key) is not None and batch.get(grid_key) is not None else []
         tokens = np.flatnonzero(ids == self.token_ids[kind])
-        units, token, row = [], 0, 0
+        units: list[MediaUnit] = []
+        token = row = 0
         for t, h, w in grids:
             for _ in range(t):
                 count = h * w // self.merge**2
@@ -170,9 +173,7 @@ class QwenTower:
             )
         return units
 
-    def _unit(
-        self, kind: str, key: str, tokens: np.ndarray, row: int, size: tuple[int, int], step: int
-    ) -> MediaUnit:
+    def _unit(self, kind: str, key: str, tokens: np.ndarray, row: int, size: tuple[int, int], step: int) -> MediaUnit:
         h, w = size
         if len(tokens) * self.merge**2 != h * w or (len(tokens) and tokens[-1] - tokens[0] >= len(tokens)):
             raise ValueError(
@@ -206,7 +207,7 @@ class GemmaTower:
     pixel_keys = ("pixel_values",)
 
     def __init__(self, model: PreTrainedModel):
-        self.model = model.base_model
+        self.model: Any = model.base_model
         self.config = model.config
 
     def units(self, batch: dict[str, Any], ids: np.ndarray) -> list[MediaUnit]:

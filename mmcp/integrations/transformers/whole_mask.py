@@ -85,7 +85,7 @@ def whole_mask(
                 f"the mask holds {error}, which cannot be split over ranks, and {q_length} tokens are too many to look "
                 f"at pair by pair (at most {LONGEST}); use causal, sliding, chunked or blockwise masks"
             ) from error
-        rows = _look_at_pairs(mask_function, batch_size, q_length, use_vmap, str(error))
+        rows = list(_look_at_pairs(mask_function, batch_size, q_length, use_vmap, str(error)))
     return WholeMask(tuple(rows), kept)
 
 
@@ -105,6 +105,7 @@ def _look_at_pairs(function: Callable, batch_size: int, length: int, use_vmap: b
         use_vmap=use_vmap,
         device=torch.device("cpu"),
     )
+    assert pairs is not None, "skipping was not allowed"
     masks = []
     for allowed in pairs[:, 0].numpy():
         try:

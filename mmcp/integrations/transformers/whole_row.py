@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ def _segments(ids: np.ndarray, rows: np.ndarray, units: list[MediaUnit]) -> list
 
     def text(start: int, stop: int) -> None:
         cuts = [start, *(start + 1 + np.flatnonzero(np.diff(rows[start:stop]))).tolist(), stop]
-        for low, high in zip(cuts[:-1], cuts[1:], strict=True):
+        for low, high in pairwise(cuts):
             if low < high:
                 segments.append(Segment(kind="text", ids=tuple(ids[low:high].tolist()), document=int(rows[low])))
 
