@@ -6,6 +6,7 @@ Resume:  add --resume
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -19,10 +20,17 @@ from mmcp.parallel.mesh import Mesh
 
 
 def train(
-    mesh: Mesh | None, out: str, *, steps: int = 20, accumulation: int = 1, resume: bool = False, dtype=torch.float32
+    mesh: Mesh | None,
+    out: str,
+    *,
+    steps: int = 20,
+    accumulation: int = 1,
+    resume: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[list[float], float]:
     """Train on this rank of the mesh; without one, the unmodified model alone. Returns losses and held-out loss."""
-    model = load_model(None).to(dtype)
+    model: Any = load_model(None)
+    model.to(dtype)
     accelerator = Accelerator(cpu=True)
     if mesh is not None:
         model = parallelize(model, mesh)
@@ -47,7 +55,9 @@ def train(
     return losses, float(torch.cat(scores).mean())
 
 
-def _update(accelerator: Accelerator, model: torch.nn.Module, optimizer, batches: list[dict]) -> float:
+def _update(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict]
+) -> float:
     """Make one update from some micro-batches, each token weighing the same in all of them; returns their loss."""
     model.train()
     count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)

@@ -6,6 +6,7 @@ Resume:  add --resume
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -50,7 +51,7 @@ def make_trainer(out: str, *, steps: int = 20, accumulation: int = 1, packing: b
 def _dataset(samples: int, *, seed: int) -> Dataset:
     rows = [
         {"input_ids": row["input_ids"].tolist(), "completion_mask": (row["labels"] != -100).long().tolist()}
-        for row in RandomAnswers(samples, seed=seed)
+        for row in RandomAnswers(samples, seed=seed).rows
     ]
     return Dataset.from_list(rows)
 
@@ -61,7 +62,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w1")
 
 
-def train(mesh: Mesh, out: str, *, resume: bool = False, **options) -> SFTTrainer:
+def train(mesh: Mesh, out: str, *, resume: bool = False, **options: Any) -> SFTTrainer:
     """Train on this rank of the mesh."""
     trainer = make_trainer(out, **options)
     parallelize_trainer(trainer, mesh)

@@ -7,6 +7,7 @@ Resume:  add --resume
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from transformers import Trainer, TrainingArguments
 
@@ -41,7 +42,7 @@ def make_trainer(out: str, *, model: str | None = None, steps: int = 20, accumul
     )
 
 
-def train(mesh: Mesh, out: str, *, resume: bool = False, **options) -> Trainer:
+def train(mesh: Mesh, out: str, *, resume: bool = False, **options: Any) -> Trainer:
     """Train on this rank of the mesh."""
     trainer = make_trainer(out, **options)
     parallelize_trainer(trainer, mesh)
