@@ -1,19 +1,20 @@
 """Choose how finely a sample is seen and heard so that its sequence fits a number of tokens, with nothing cut in half.
 
-A ladder of settings leads from the coarsest to the finest, no step giving less of anything. A sample gets the finest
-that fits, counted exactly on the finished sequence; more budget therefore never means less of anything.
+Settings lead from coarse to fine. Between them a sample is refined in small steps, one unit at a time, by the one chain
+of `data_pipelines.chain`: it gets as much as fits. Below the coarsest setting the chain goes on down to one unit for a
+whole clip, so that no clip is too long; a single setting fixes everything instead.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import isqrt
+from typing import Annotated
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
+from data_pipelines.chain import SCALE
 from mmcp.config import config
-from mmcp.sequence import TokenSequence
 
 
 @config
@@ -26,20 +27,25 @@ class Setting:
     """Most pixels of a frame, its sides in proportion; never more than the file has."""
     image_pixels: PositiveInt
     """Most pixels of an image, likewise."""
-    sound: bool = True
-    """Whether the sound of videos is heard; a sound on its own always is."""
+    sound: bool | Annotated[float, Field(ge=0, le=1)] = True
+    """Rows a second of sound as a share of the encoder's: true or 1 all of them; false or 0 does not hear videos."""
 
     @property
     def rate(self) -> Fraction:
         """Frames a second as the decimal number written."""
         return Fraction(str(self.frames_per_second))
 
+    @property
+    def share(self) -> Fraction:
+        """Share of the sound's rows as the decimal number written."""
+        return Fraction(str(float(self.sound)))
+
 
 FINENESS = ("frames_per_second", "frame_pixels", "image_pixels", "sound")
 
 
-def ladder(*steps: tuple[float, int, int, bool]) -> tuple[Setting, ...]:
-    """Make settings of (frames a second, pixels of a frame, pixels of an image, sound)."""
+def ladder(*steps: tuple[float, int, int, bool | float]) -> tuple[Setting, ...]:
+    """Make settings of (frames a second, pixels of a frame, pixels of an image, share of the sound)."""
     return tuple(
         Setting(frames_per_second=rate, frame_pixels=frame, image_pixels=image, sound=sound)
         for rate, frame, image, sound in steps
@@ -53,17 +59,16 @@ class BudgetConfig:
     tokens: PositiveInt
     """Most tokens of one sample, text, times and special tokens included."""
     settings: tuple[Setting, ...] = ladder(
-        (1 / 16, 96**2, 224**2, False),
-        (1 / 8, 96**2, 224**2, False),
-        (1 / 4, 96**2, 224**2, False),
-        (1 / 4, 96**2, 224**2, True),
+        (1 / 16, 96**2, 224**2, 0.25),
+        (1 / 4, 96**2, 224**2, 0.5),
         (1 / 2, 128**2, 336**2, True),
-        (1.0, 128**2, 336**2, True),
         (1.0, 224**2, 448**2, True),
         (2.0, 224**2, 672**2, True),
         (2.0, 448**2, 896**2, True),
     )
-    """From the coarsest to the finest; a single one fixes everything."""
+    """From coarse to fine; a sample may end up anywhere between. A single one fixes everything."""
+    adaptive: bool = False
+    """Whether stretches of a video that change more are refined earlier; told from the sizes of its packets."""
 
     def __post_init__(self):
         if not self.settings:
@@ -72,6 +77,11 @@ class BudgetConfig:
             less = [name for name in FINENESS if getattr(fine, name) < getattr(coarse, name)]
             if less:
                 raise ValueError(f"settings must go from coarse to fine, but {fine} has less {less[0]} than {coarse}")
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether there is nothing to choose."""
+        return len(self.settings) == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,68 +93,49 @@ class BudgetReport:
     tokens: int
     """Tokens used."""
     full_tokens: int
-    """Tokens of the finest setting."""
-    setting: Setting
-    """The setting chosen."""
+    """Tokens at the finest setting."""
+    detail: tuple[str, ...]
+    """How finely each media item is seen and heard, in words."""
     reduced: tuple[str, ...]
-    """What is less than at the finest setting, in words."""
+    """Which of them less than at the finest setting, and by how much."""
 
 
-def fit(build: Callable[[Setting], TokenSequence], budget: BudgetConfig) -> tuple[TokenSequence, BudgetReport]:
-    """Return the sequence at the finest setting whose tokens fit the budget, and what was given up for it.
+def doublings(ratio: Fraction) -> int:
+    """Count how often 1 must double to reach at least `ratio`."""
+    count = 0
+    while Fraction(2**count) < ratio:
+        count += 1
+    return count
 
-    build: setting -> the sample's sequence
-    Raises ValueError naming needed and allowed tokens when even the coarsest does not fit.
+
+class Scale:
+    """Keys of the chain: where on the way from the coarsest to the finest setting a degree of detail lies.
+
+    Setting w lies at `marks[w]`, the first at 0; from one to the next there is SCALE for each doubling of the frames a
+    second and of their pixels. What comes before the first setting has negative keys.
     """
-    finest = budget.settings[-1]
-    full = build(finest)
-    for setting in reversed(budget.settings):
-        sequence = full if setting is finest else build(setting)
-        if sequence.num_tokens <= budget.tokens:
-            report = BudgetReport(
-                limit=budget.tokens,
-                tokens=sequence.num_tokens,
-                full_tokens=full.num_tokens,
-                setting=setting,
-                reduced=reductions(sequence, full),
-            )
-            return sequence, report
-    raise ValueError(
-        f"{_needs(sequence)} at the coarsest setting, the budget allows {budget.tokens}; {_remedy(sequence, budget)}"
-    )
 
+    def __init__(self, settings: tuple[Setting, ...]):
+        self.settings = settings
+        self.marks = [0]
+        self.rate_doublings = [0]
+        for coarse, fine in pairwise(settings):
+            rate = doublings(fine.rate / coarse.rate)
+            pixels = doublings(Fraction(fine.frame_pixels, coarse.frame_pixels))
+            self.rate_doublings.append(rate)
+            self.marks.append(self.marks[-1] + SCALE * max(1, rate + pixels))
 
-def reductions(sequence: TokenSequence, full: TokenSequence) -> tuple[str, ...]:
-    """Say what `sequence` has less of than `full`: units and rows of each kind."""
-    words = []
-    for kind in ("video", "image", "audio"):
-        (units, rows), (all_units, all_rows) = (_amount(of, kind) for of in (sequence, full))
-        if units < all_units:
-            words.append(f"{kind}: {units} of {all_units} units")
-        if rows < all_rows and units:
-            words.append(f"{kind}: {rows} of {all_rows} rows")
-    return tuple(words)
+    def between(self, values: list[Fraction], value: Fraction, *, begins: list[int] | None = None) -> int:
+        """Return the key of `value` on a line through one value for each setting, values in ascending order.
 
-
-def _amount(sequence: TokenSequence, kind: str) -> tuple[int, int]:
-    segments = [segment for segment in sequence.segments if segment.kind == kind]
-    return sum(len(segment.units) for segment in segments), sum(segment.num_tokens for segment in segments)
-
-
-def _needs(sequence: TokenSequence) -> str:
-    media = sum(segment.num_tokens for segment in sequence.segments if segment.kind != "text")
-    return (
-        f"{sequence.num_tokens} tokens ({media} of media, {sequence.num_tokens - media} of text and times) are needed"
-    )
-
-
-def _remedy(sequence: TokenSequence, budget: BudgetConfig) -> str:
-    if not sequence.units:
-        return f"allow at least {sequence.num_tokens} tokens, or shorten the text"
-    return (
-        f"allow at least {sequence.num_tokens} tokens, or put a setting with fewer frames a second than "
-        f"{budget.settings[0].frames_per_second:g} or smaller pictures first"
-    )
+        begins: by setting, how much of the way to it is over before this line begins
+        """
+        leg = next((i for i, target in enumerate(values) if value <= target), len(values) - 1)
+        if leg == 0:
+            return -SCALE + int((SCALE - 1) * value / values[0])
+        start = self.marks[leg - 1] + (begins[leg] if begins else 0)
+        low, high = values[leg - 1], values[leg]
+        return start + int((self.marks[leg] - start) * (min(value, high) - low) / (high - low))
 
 
 def picture_size(native: tuple[int, int], *, multiple: int, pixels: int) -> tuple[int, int]:
@@ -159,3 +150,24 @@ def picture_size(native: tuple[int, int], *, multiple: int, pixels: int) -> tupl
     rows = max(1, min(isqrt(blocks * height // width), limits[0]))
     columns = max(1, min(isqrt(blocks * width // height), limits[1], blocks))
     return min(rows, blocks) * multiple, columns * multiple
+
+
+def picture_sizes(native: tuple[int, int], *, multiple: int, pixels: int) -> list[tuple[int, int]]:
+    """Every size that `picture_size` gives up to `pixels`, in order, one side growing at a time.
+
+    (64, 64) at 4096 pixels in blocks of 16 -> (16, 16), (32, 16), (32, 32), (48, 32), (48, 48), (64, 48), (64, 64)
+    """
+    height, width = native
+    most = max(1, pixels // multiple**2)
+    finest = picture_size(native, multiple=multiple, pixels=pixels)
+    turns = {most, *range(1, min(most, max(finest) // multiple) + 1)}
+    turns |= {min(most, -(-(row**2) * width // height)) for row in range(1, finest[0] // multiple + 1)}
+    turns |= {min(most, -(-(column**2) * height // width)) for column in range(1, finest[1] // multiple + 1)}
+    sizes: list[tuple[int, int]] = []
+    for blocks in sorted(turns):
+        size = picture_size(native, multiple=multiple, pixels=max(1, blocks) * multiple**2)
+        if sizes and size[0] > sizes[-1][0] and size[1] > sizes[-1][1]:
+            sizes.append((size[0], sizes[-1][1]))
+        if not sizes or size != sizes[-1]:
+            sizes.append(size)
+    return sizes

@@ -2,19 +2,22 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, partial
 from itertools import pairwise
+from pathlib import PurePath
 from typing import Literal, Protocol, TypeVar
 
-from data_pipelines.budget import BudgetConfig, BudgetReport, Setting, fit, picture_size
+from data_pipelines.budget import BudgetConfig, BudgetReport
+from data_pipelines.chain import Cell, Chain
 from data_pipelines.container import ClipIndex
 from data_pipelines.examine import Media
 from data_pipelines.manifest import Item, Sample, Turn
 from data_pipelines.media import MediaError
-from data_pipelines.units import PictureRule, SoundRule, frame_groups, image_unit, sound_windows
+from data_pipelines.parts import MediaPart, image_part, scene_lead, sound_part, video_part
+from data_pipelines.units import PictureRule, SoundRule
 from mmcp.config import config
 from mmcp.interleave import StampConfig, Track, interleave
-from mmcp.sequence import Segment, TokenSequence, Unit
+from mmcp.sequence import Segment, TokenSequence
 
 R = TypeVar("R")
 
@@ -78,12 +81,11 @@ def build_sequence(
     if not any(item.kind != "text" or layout.encode(item.text) for item in layout.items):
         raise ValueError(f"sample '{sample.id}' has neither text nor media; remove the row")
     try:
-        sequence, budget = fit(layout.sequence, config.budget)
+        sequence, budget, silent = layout.fit()
     except MediaError:
         raise
     except ValueError as error:
         raise ValueError(f"sample '{sample.id}': {error}") from error
-    silent = tuple(name for name, windows in layout.sounds.items() if not windows)
     return sequence, ClipReport(budget=budget, without_sound=silent, repeated_stamps=repeated_stamps(sequence))
 
 
@@ -97,9 +99,13 @@ def repeated_stamps(sequence: TokenSequence) -> int:
     return sum(before == after for before, after in pairwise(stamped))
 
 
+Parts = dict[tuple[int, str], MediaPart]
+"""(number of the item in the sample, kind of its track) -> its part."""
+
+
 @dataclass(frozen=True)
 class _Layout:
-    """A sample that can be laid out at any setting."""
+    """A sample that can be laid out more or less finely."""
 
     sample: Sample
     media: Mapping[str, Media]
@@ -117,65 +123,137 @@ class _Layout:
     def items(self) -> list[Item]:
         return [item for _, items in self.turns for item in items]
 
-    @cached_property
-    def sounds(self) -> dict[str, tuple[Unit, ...]]:
-        """Windows of every sound that is to be heard, by the item's file."""
-        rule = self.rules.audio
-        heard = [item for item in self.items if item.kind == "audio" or (item.kind == "video" and item.audio)]
-        return {item.media: sound_windows(self._clip(item), rule) for item in heard} if rule else {}
+    def fit(self) -> tuple[TokenSequence, BudgetReport, tuple[str, ...]]:
+        """Lay out as finely as the budget allows; say what was reduced, and whose sound is missing.
 
-    def sequence(self, setting: Setting) -> TokenSequence:
-        """Lay out all turns."""
-        segments: list[Segment] = []
-        for role, items in self.turns:
-            trained = role == "assistant"
-            segments.append(_words(self.rules.text.opening(role)))
-            for item in items:
-                laid = self._media(item, setting) if item.kind != "text" else [_words(self.encode(item.text), trained)]
-                segments += laid
-            segments.append(_words(self.rules.text.closing(role), trained))
-        if self.prompt:
-            segments.append(_words(self.rules.text.opening("assistant")))
-        return TokenSequence(tuple(segment for segment in segments if segment.num_tokens))
+        Raises ValueError naming needed and allowed tokens when even the coarsest does not fit.
+        """
+        parts = self._parts()
+        silent = tuple(
+            self.items[i].media for (i, kind), part in parts.items() if kind == "audio" and not part.part.leaves
+        )
+        parts = {key: part for key, part in parts.items() if part.part.leaves}
+        chain = Chain([part.part for part in parts.values()])
+        words = sum(segment.num_tokens for _, segment in self._texts())
+        limit = self.config.budget.tokens
+        if words + chain.least > limit:
+            raise ValueError(_too_long(words, chain.least, self.config.budget))
+        chosen, used = chain.take(limit - words)
+        cells = dict(zip(parts, chosen, strict=True))
+        sequence = self._sequence(parts, cells)
+        assert sequence.num_tokens == words + used, f"{words} + {used} tokens were counted, {sequence.num_tokens} laid"
+        finest = dict(zip(parts, chain.take(chain.full)[0], strict=True))
+        report = BudgetReport(
+            limit=limit,
+            tokens=words + used,
+            full_tokens=words + chain.full,
+            detail=tuple(self._words(key, part, cells[key]) for key, part in parts.items()),
+            reduced=tuple(
+                f"{self._words(key, part, cells[key])} instead of {part.words(finest[key])}"
+                for key, part in parts.items()
+                if cells[key] != finest[key]
+            ),
+        )
+        return sequence, report, silent
 
-    def _media(self, item: Item, setting: Setting) -> list[Segment]:
-        """Lay out one image, sound or video."""
-        if item.kind == "image":
-            return [self._image(item, setting)]
-        tracks = [self._sound(item)] if item.kind == "audio" else self._video(item, setting)
-        return interleave(tracks, stamp=lambda time: self.encode(self.config.stamps.text(time)))
+    def _words(self, key: tuple[int, str], part: MediaPart, cells: list[Cell]) -> str:
+        name = PurePath(self.items[key[0]].media).name
+        return f"{key[1]} of '{name}': {part.words(cells) if cells else 'left out'}"
 
-    def _image(self, item: Item, setting: Setting) -> Segment:
-        """Make the segment of an image."""
-        rule, native = _present(self.rules.image, item), self.media[item.media].image
-        assert native is not None
-        size = picture_size(native, multiple=rule.multiple, pixels=setting.image_pixels)
-        return Segment(kind="image", source=item.media, units=(image_unit(native, size, rule),))
+    def _parts(self) -> Parts:
+        """Make the parts of all media items: pictures, and sounds that are to be heard."""
+        parts: Parts = {}
+        budget = self.config.budget
+        for number, item in enumerate(self.items):
+            if item.kind == "image":
+                rule, native = _present(self.rules.image, item), self.media[item.media].image
+                assert native is not None
+                parts[number, "image"] = image_part(native, rule, budget.settings, view=item.view)
+            if item.kind == "video":
+                parts[number, "video"] = self._video(item)
+            if item.kind == "audio" or (item.kind == "video" and item.audio and self.rules.audio is not None):
+                parts[number, "audio"] = self._sound(item)
+        return parts
 
-    def _video(self, item: Item, setting: Setting) -> list[Track]:
-        """Make the tracks of a video: its frame groups, and its sound if it has one that is to be heard."""
+    def _video(self, item: Item) -> MediaPart:
         rule, clip = _present(self.rules.video, item), self._clip(item)
         if clip.video is None:
             raise MediaError(item.media, "no video stream")
-        size = picture_size(clip.video.display, multiple=rule.multiple, pixels=setting.frame_pixels)
-        groups = frame_groups(clip, size, rule, rate=setting.rate)
-        picture = Track(kind="video", source=item.media, stream=clip.video.stream, units=groups, stamped=True)
-        heard = item.media in self.sounds and (clip.audio is not None or self.config.missing_sound == "refuse")
-        sound = [self._sound(item)] if heard else []
-        return [picture, *sound] if setting.sound else [picture]
+        return video_part(
+            clip,
+            rule,
+            self.config.budget.settings,
+            view=item.view,
+            stamp_tokens=lambda time: len(tuple(self.encode(self.config.stamps.text(time)))),
+            lead=partial(scene_lead, clip) if self.config.budget.adaptive else None,
+        )
 
-    def _sound(self, item: Item) -> Track:
-        """Make the track of a file's sound."""
-        _present(self.rules.audio, item)
-        audio = self._clip(item).audio
-        if audio is None:
+    def _sound(self, item: Item) -> MediaPart:
+        """Make the part of a file's sound; empty where a video has none and need not have any."""
+        rule, clip = _present(self.rules.audio, item), self._clip(item)
+        if clip.audio is None and (item.kind == "audio" or self.config.missing_sound == "refuse"):
             raise MediaError(item.media, "no audio stream")
-        return Track(kind="audio", source=item.media, stream=audio.stream, units=self.sounds[item.media])
+        return sound_part(clip, rule, self.config.budget.settings, view=item.view, always=item.kind == "audio")
+
+    def _texts(self) -> list[tuple[int, Segment]]:
+        """All text but stamps, each with the number of the items before it."""
+        texts, number = [], 0
+        for role, items in self.turns:
+            trained = role == "assistant"
+            texts.append((number, _words(self.rules.text.opening(role))))
+            for item in items:
+                if item.kind == "text":
+                    texts.append((number, _words(self.encode(item.text), trained)))
+                number += 1
+            texts.append((number, _words(self.rules.text.closing(role), trained)))
+        if self.prompt:
+            texts.append((number, _words(self.rules.text.opening("assistant"))))
+        return texts
+
+    def _sequence(self, parts: Parts, cells: Mapping[tuple[int, str], list[Cell]]) -> TokenSequence:
+        """Lay out all turns."""
+        segments: list[Segment] = []
+        texts = self._texts()
+        for number, item in enumerate(self.items):
+            segments += [text for before, text in texts if before == number]
+            if item.kind != "text":
+                segments += self._media(number, item, parts, cells)
+        segments += [text for before, text in texts if before == len(self.items)]
+        return TokenSequence(tuple(segment for segment in segments if segment.num_tokens))
+
+    def _media(
+        self, number: int, item: Item, parts: Parts, cells: Mapping[tuple[int, str], list[Cell]]
+    ) -> list[Segment]:
+        """Lay out one image, sound or video."""
+        tracks = []
+        for kind in ("image", "video", "audio"):
+            key = (number, kind)
+            if key in parts and cells[key]:
+                units = parts[key].units(cells[key])
+                if kind == "image":
+                    return [Segment(kind=kind, source=item.media, units=units)]
+                stream = getattr(self._clip(item), kind).stream
+                tracks.append(Track(kind=kind, source=item.media, stream=stream, units=units, stamped=kind == "video"))
+        return interleave(tracks, stamp=lambda time: self.encode(self.config.stamps.text(time)))
 
     def _clip(self, item: Item) -> ClipIndex:
         clip = self.media[item.media].clip
         assert clip is not None, f"{item.kind} '{item.media}' was not indexed"
         return clip
+
+
+def _too_long(words: int, media: int, budget: BudgetConfig) -> str:
+    """Say what is needed, what is allowed and what helps."""
+    needed, how = words + media, "at the one setting" if budget.is_fixed else "at the coarsest"
+    remedy = f"allow at least {needed} tokens"
+    if words > budget.tokens or not media:
+        remedy += ", or shorten the text"
+    elif budget.is_fixed:
+        remedy += ", or give settings from coarse to fine to choose between"
+    return (
+        f"{needed} tokens ({media} of media and their times, {words} of text) are needed {how}, "
+        f"the budget allows {budget.tokens}; {remedy}"
+    )
 
 
 def _present(rule: R | None, item: Item) -> R:

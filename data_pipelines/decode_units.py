@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 from data_pipelines.container import ClipIndex
 from data_pipelines.decode import decode_frames, decode_image
 from data_pipelines.media import MediaFile
+from data_pipelines.slow_sound import averaged_mel
 from data_pipelines.sound import decode_audio
-from mmcp.sequence import Unit
+from mmcp.sequence import HOP, Unit
 
 SOUND_RUN = 64  # windows decoded at once: a minute of one-second windows, 4 MB of samples
 
@@ -62,7 +64,20 @@ def _sound(
 ) -> tuple[list[np.ndarray], list[str]]:
     begin, end = index.audio_samples
     total, arrays, lost, cleaned = end - begin, [], 0, 0
+
+    def piece(start: int, first: int, frames: int) -> np.ndarray:
+        """Log-mel of `frames` frames from `first` on, counted from sample `start` of the sound."""
+        nonlocal lost, cleaned
+        low, high = needed(start + first * HOP, total, frames=frames)
+        sound = decode_audio(file, index, low + begin, high + begin)
+        lost, cleaned = lost + sound.lost_packets, cleaned + sound.cleaned
+        return log_mel(sound.samples, start + first * HOP, total, frames=frames)
+
     for run in _runs(units):
+        if _is_slow(run[0]):
+            (unit,), start = run, run[0].items[0] - begin
+            arrays.append(averaged_mel(partial(piece, start), (unit.items[1] - unit.items[0]) // HOP, unit.size[0]))
+            continue
         low, _ = needed(run[0].items[0] - begin, total, frames=run[0].size[0])
         _, high = needed(run[-1].items[0] - begin, total, frames=run[-1].size[0])
         sound = decode_audio(file, index, low + begin, high + begin)
@@ -77,12 +92,18 @@ def _sound(
 
 
 def _runs(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Join windows that follow each other, so that their overlap is decoded once."""
+    """Join windows that follow each other, so that their overlap is decoded once; slow ones stay alone."""
     run: list[Unit] = []
     for unit in units:
-        if run and (run[-1].items[1] != unit.items[0] or len(run) == SOUND_RUN):
+        is_new = run and (run[-1].items[1] != unit.items[0] or len(run) == SOUND_RUN)
+        if is_new or (run and (_is_slow(unit) or _is_slow(run[-1]))):
             yield run
             run = []
         run.append(unit)
     if run:
         yield run
+
+
+def _is_slow(unit: Unit) -> bool:
+    """Whether a window stands for more mel frames than it has."""
+    return (unit.items[1] - unit.items[0]) // HOP > unit.size[0]

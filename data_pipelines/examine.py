@@ -1,12 +1,14 @@
 """Check one media file, and say what a plan needs to know of it before anything is decoded."""
 
 import json
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from data_pipelines.container import ClipIndex
 from data_pipelines.decode import decode_image, image_size
 from data_pipelines.demux import read_index
-from data_pipelines.media import MediaFile
+from data_pipelines.media import MediaError, MediaFile
+from data_pipelines.workers import Reply, WorkerError, WorkerPool
 
 MEDIA_KINDS = ("image", "video", "audio")
 
@@ -43,3 +45,47 @@ def facts_from_json(kind: str, file: MediaFile, text: str) -> Media:
         height, width = json.loads(text)
         return Media(kind=kind, file=file, image=(height, width))
     return Media(kind=kind, file=file, clip=ClipIndex.from_json(text))
+
+
+class Examiner:
+    """Examines media files ahead of their use, each once, on worker processes where there are some."""
+
+    def __init__(self, pool: WorkerPool | None):
+        self.pool = pool
+        self.started: dict[tuple[str, str], Future[Reply]] = {}
+        self.found: dict[tuple[str, str], MediaError] = {}
+
+    def start(self, kind: str, path: str) -> None:
+        """Begin to examine a file; without workers nothing happens yet."""
+        if self.pool is not None and (kind, path) not in self.started and (kind, path) not in self.found:
+            self.started[kind, path] = self.pool.submit(examine_in_worker, kind, MediaFile(path))
+
+    def result(self, kind: str, path: str) -> Media:
+        """What was found. Raises MediaError, also when the file hangs or crashes a decoder."""
+        if (kind, path) in self.found:
+            raise self.found[kind, path]
+        try:
+            return self._examined(kind, MediaFile(path))
+        except MediaError as error:
+            self.found[kind, path] = error
+            raise
+
+    def _examined(self, kind: str, file: MediaFile) -> Media:
+        if self.pool is None:
+            return examine(kind, file)
+        self.start(kind, file.path)
+        try:
+            header, _ = self.started.pop((kind, file.path)).result()
+        except WorkerError as error:
+            raise MediaError(file.path, str(error)) from None
+        if "reason" in header:
+            raise MediaError(file.path, header["reason"])
+        return facts_from_json(kind, file, header["facts"])
+
+
+def examine_in_worker(kind: str, file: MediaFile) -> Reply:
+    """Examine a file in a worker; what is found, or the reason why it cannot be used, goes into the header."""
+    try:
+        return {"facts": facts_to_json(examine(kind, file))}, []
+    except MediaError as error:
+        return {"reason": error.reason}, []

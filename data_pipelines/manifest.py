@@ -1,17 +1,21 @@
-"""Rows of a JSONL manifest as typed samples. Two forms, told apart by their field:
+"""Rows of a JSONL manifest as typed samples. The forms that are read, told apart by their fields:
 
-    {"id": "a", "task": "colour", "messages": [
-        {"role": "user", "content": [{"type": "video", "video": "clip.mp4", "audio": true},
+    {"id": "a", "task": "colour", "messages": [                  (messages; content items as Qwen writes them)
+        {"role": "user", "content": [{"type": "video", "video": "clip.mp4", "video_start": 10, "fps": 2, "audio": true},
                                      {"type": "text", "text": "Which colour flashed?"}]},
         {"role": "assistant", "content": "red"}]}
 
-    {"id": "b", "video": "clip.mp4", "conversations": [          (LLaVA)
-        {"from": "human", "value": "<video>\\nWhich colour flashed?"},
-        {"from": "gpt", "value": "red"}]}
+    {"id": "b", "videos": ["clip.mp4"], "messages": [            (messages with media beside them: LLaMA-Factory, swift)
+        {"role": "user", "content": "<video>Which colour flashed?"}, {"role": "assistant", "content": "red"}]}
 
-Text is data: only in the LLaVA form do the marks <video>, <image> and <audio> stand for media, in the order of the
-row's fields video(s), image(s) and audio(s). Paths are relative to the manifest's folder. Lone surrogates, which no
-tokenizer can encode, become U+FFFD and are counted.
+    {"id": "c", "video": "clip.mp4", "conversations": [          (LLaVA, ShareGPT)
+        {"from": "human", "value": "<video>\\nWhich colour flashed?"}, {"from": "gpt", "value": "red"}]}
+
+Text is data: only where media stand beside the conversation, or in `conversations`, do the marks <video>, <image> and
+<audio> stand for media, in the order of the row's fields video(s), image(s) and audio(s). Paths are relative to the
+manifest's folder; `file://` before one is left out, addresses are refused. Options of items are those of
+`data_pipelines.view`. Lone surrogates in text, which no tokenizer can encode, become U+FFFD and are counted; in names
+of files they stand for bytes that are not UTF-8, as Python writes them.
 """
 
 import json
@@ -22,9 +26,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipelines.examine import MEDIA_KINDS
+from data_pipelines.view import WHOLE, View, read_view
 
 ROLES = ("system", "user", "assistant")
-LLAVA_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+LLAVA_ROLES = {
+    "system": "system",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "bot", "chatgpt", "bard", "bing", "model"), "assistant"),
+}
+ADDRESS = re.compile("[a-zA-Z][a-zA-Z0-9+.-]+:")
 MARKS = re.compile(f"<({'|'.join(MEDIA_KINDS)})>")
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -42,6 +52,8 @@ class Item:
     """The file, or its name among the media of a shard set."""
     audio: bool = True
     """Video: whether the sound of the file is used, when it has any."""
+    view: View = WHOLE
+    """Which stretch of the file, and how finely."""
 
 
 Turn = tuple[str, tuple[Item, ...]]
@@ -135,16 +147,15 @@ def parse_row(data: object, *, row: int, resolve: Resolve) -> Sample:
         found = "both" if forms else f"neither (its fields: {', '.join(map(str, data)) or 'none'})"
         raise _Wrong(f"needs the field 'messages' or 'conversations', has {found}")
     media = {kind: _media_field(data, kind) for kind in MEDIA_KINDS}
-    if forms == ["messages"]:
-        given = [kind for kind in MEDIA_KINDS if media[kind]]
-        if given:
-            raise _Wrong(
-                f"has media in the field '{given[0]}', which the form 'messages' does not read; "
-                f'put {{"type": "{given[0]}", "{given[0]}": PATH}} into a content list'
-            )
-        turns = _message_turns(_turns_field(data, "messages"), resolve)
+    rows = _turns_field(data, forms[0])
+    if forms == ["messages"] and not any(media.values()):
+        turns = _message_turns(rows, resolve)
+    elif forms == ["messages"]:
+        turns = _marked_turns([_message_words(row, number) for number, row in enumerate(rows)], media, resolve)
     else:
-        turns = _llava_turns(_turns_field(data, "conversations"), media, resolve)
+        turns = _marked_turns([_conversation_words(row, number) for number, row in enumerate(rows)], media, resolve)
+    if data.get("system"):
+        turns = [("system", (Item(kind="text", text=_system(data, turns)),)), *turns]
     if not any(item.text or item.media for _, items in turns for item in items):
         raise _Wrong("is an empty conversation: no text and no media")
     return _cleaned(str(data.get("id", row)), row, turns, data.get("task", ""))
@@ -209,14 +220,14 @@ def _message_turns(messages: list[dict], resolve: Resolve) -> list[Turn]:
 def _content_item(part: object, number: int, resolve: Resolve) -> Item:
     if not isinstance(part, dict):
         raise _Wrong(f"has a content item in message {number} that is no object")
-    kind = part.get("type")
+    kind = part.get("type", next((name for name in ("text", *MEDIA_KINDS) if name in part), None))
+    if kind == "image_url":
+        part, kind = _image_url(part, number), "image"
     if kind not in ("text", *MEDIA_KINDS):
         raise _Wrong(f"has a content item of type {kind!r} in message {number}; use text, {', '.join(MEDIA_KINDS)}")
-    known = {"type", kind} | ({"audio"} if kind == "video" else set())
-    unknown = sorted(set(part) - known)
-    if unknown:
-        raise _Wrong(f"has the unknown field '{unknown[0]}' in a {kind} item; known: {', '.join(sorted(known))}")
     value = part.get(kind)
+    if isinstance(value, list):
+        raise _Wrong(f"has a {kind} that is a list of {len(value)} frames in message {number}; name the {kind} itself")
     if not isinstance(value, str):
         raise _Wrong(f"has a {kind} item without the field '{kind}' in message {number}")
     if kind == "text":
@@ -224,21 +235,61 @@ def _content_item(part: object, number: int, resolve: Resolve) -> Item:
     audio = part.get("audio", True) if kind == "video" else True
     if not isinstance(audio, bool):
         raise _Wrong(f"has audio {audio!r} in a video item; use true or false")
-    return Item(kind=kind, media=resolve(value), audio=audio)
+    options = {name: value for name, value in part.items() if name not in ("type", kind, "audio")}
+    try:
+        view = read_view(kind, options)
+    except ValueError as error:
+        raise _Wrong(str(error)) from None
+    return Item(kind=kind, media=resolve(value), audio=audio, view=view)
 
 
-def _llava_turns(conversations: list[dict], media: dict[str, list[str]], resolve: Resolve) -> list[Turn]:
+def _image_url(part: dict, number: int) -> dict:
+    """An item as OpenAI writes images, made one of ours."""
+    url = part.get("image_url")
+    name = url.get("url") if isinstance(url, dict) else url
+    if not isinstance(name, str) or set(part) - {"type", "image_url"}:
+        raise _Wrong(f"has an image_url item in message {number} that is not one file; write type image")
+    return {"type": "image", "image": name}
+
+
+def _message_words(message: dict, number: int) -> tuple[str, str]:
+    """Role and text of a message whose media stand beside the conversation."""
+    if message.get("role") not in ROLES:
+        raise _Wrong(f"has role {message.get('role')!r} in message {number}; use one of {', '.join(ROLES)}")
+    if not isinstance(message.get("content"), str):
+        raise _Wrong(
+            f"has media beside the conversation, and content in message {number} that is no text; "
+            "write <video>, <image> or <audio> in texts, or all media into content lists"
+        )
+    return message["role"], message["content"]
+
+
+def _conversation_words(turn: dict, number: int) -> tuple[str, str]:
+    """Role and text of a turn of a LLaVA or ShareGPT conversation; some write role and content there."""
+    name, text = ("from", "value") if "from" in turn or "role" not in turn else ("role", "content")
+    role = LLAVA_ROLES.get(str(turn.get(name)))
+    if role is None:
+        raise _Wrong(f"has '{name}' {turn.get(name)!r} in turn {number}; use human, gpt or system")
+    if not isinstance(turn.get(text), str):
+        raise _Wrong(f"has no text in the field '{text}' of turn {number}")
+    return role, turn[text]
+
+
+def _system(data: dict, turns: list[Turn]) -> str:
+    """The text of a ShareGPT row's field `system`."""
+    if not isinstance(data["system"], str) or turns[0][0] == "system":
+        raise _Wrong("has a field 'system' that is no text, or a system turn besides; use one text")
+    return data["system"]
+
+
+def _marked_turns(words: list[tuple[str, str]], media: dict[str, list[str]], resolve: Resolve) -> list[Turn]:
+    """Turns of text in which marks stand for the row's media."""
     turns = []
     left = {kind: iter(paths) for kind, paths in media.items()}
     marks = dict.fromkeys(MEDIA_KINDS, 0)
-    for number, turn in enumerate(conversations):
-        role = LLAVA_ROLES.get(str(turn.get("from")))
-        if role is None:
-            raise _Wrong(f"has 'from' {turn.get('from')!r} in turn {number}; use human, gpt or system")
-        if not isinstance(turn.get("value"), str):
-            raise _Wrong(f"has no text in the field 'value' of turn {number}")
+    for role, text in words:
         items = []
-        for i, piece in enumerate(MARKS.split(turn["value"])):
+        for i, piece in enumerate(MARKS.split(text)):
             if i % 2:
                 marks[piece] += 1
                 path = next(left[piece], None)
@@ -254,14 +305,19 @@ def _llava_turns(conversations: list[dict], media: dict[str, list[str]], resolve
 
 
 def _existing_file(folder: Path, name: str) -> str:
-    path = folder / name
-    try:
-        exists = path.is_file()
-    except (OSError, ValueError):
-        exists = False
-    if not exists:
-        raise _Wrong(f"names the file '{name}', which is not there (looked at {path.absolute()})", file=name)
-    return str(path)
+    """Find a file by the name a row gives. Whatever characters are in it, the file itself comes before any rule."""
+    for candidate in dict.fromkeys((name, name.removeprefix("file://"))):
+        path = folder / candidate
+        try:
+            if path.is_file():
+                return str(path)
+        except (OSError, ValueError):
+            continue
+    if ADDRESS.match(name) and not name.startswith("file:"):
+        shown = name if len(name) <= 80 else f"{name[:80]}..."
+        raise _Wrong(f"names '{shown}', which is an address or data; download it and name the file", file=shown)
+    looked = str(folder.absolute() / name)
+    raise _Wrong(f"names the file '{name}', which is not there (looked at {looked})", file=name)
 
 
 def _refuse_constant(name: str) -> None:

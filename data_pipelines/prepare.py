@@ -2,31 +2,40 @@
 
 Each shard is written under a temporary name, with its records, and renamed when it is whole; its .jsonl comes last and
 makes it count. A second run takes up after the last row of the last shard that counts. `unfinished.json` stands in
-the folder until `index.json` does.
+the folder until `index.json` does. Media are examined by worker processes ahead of the rows that use them, but rows are
+written in their order: the shards do not depend on the number of workers, nor on when a run was killed.
 
 A media file that several rows use is stored once, with the first of them; the others name it in their json
-("media": "00000000.video0.mp4", key and field).
+("media": "00000000.video0.mp4", key and field). Large files can stay where they are: the index then holds their path
+and byte range, and they are read in place.
+
+Many machines share a manifest by parts: part i of n takes the i-th of n equal runs of rows and writes the folder
+part-000i-of-000n inside the output folder. The output folder, with all parts in it, is one data set.
 """
 
 import hashlib
 import json
 import os
 import re
-import tarfile
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import webdataset
-
-from data_pipelines.examine import Media, examine, facts_to_json
+from data_pipelines.examine import Examiner, Media
 from data_pipelines.manifest import RowError, Sample, parse_line, read_lines
-from data_pipelines.media import MediaError, MediaFile
-from data_pipelines.shards import FORMAT, INDEX, UNFINISHED, read_records, sample_to_json
+from data_pipelines.media import MediaError
+from data_pipelines.shard_paths import part_name
+from data_pipelines.shard_writer import Names, Shard, write_lines
+from data_pipelines.shards import FORMAT, INDEX, UNFINISHED, read_records
+from data_pipelines.workers import WorkerPool
 
 REJECTS = "rejects.jsonl"
+DEADLINE_S = 1800.0  # of examining one media file
+AHEAD = 8  # rows examined ahead, for each worker
 
 Progress = Callable[[int, int], None]
 """Called with the rows done and the rows in all."""
@@ -34,7 +43,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What `prepare` did. accepted + rejected = rows of the manifest."""
+    """What `prepare` did. accepted + rejected = rows of the manifest, or of its part."""
 
     rows: int
     accepted: int
@@ -52,71 +61,38 @@ class Prepared:
     """The file that lists every rejected row: row, id, file, reason."""
 
 
-Names = dict[tuple[str, str], str]
-"""(kind, path of the file) -> name in the shard set."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What decides the shards; an interrupted run goes on only with the same."""
 
-
-class Shard:
-    """One shard that is being written: tar, facts and records, all under temporary names until it is whole."""
-
-    def __init__(self, folder: Path, number: int):
-        self.folder, self.number = folder, number
-        self.records: list[dict] = []
-        self.num_samples = 0
-        self.files = ExitStack()
-        self.stream = self.files.enter_context(self._temporary(".tar").open("wb"))
-        self.facts = self.files.enter_context(self._temporary(".facts").open("wb"))
-        self.writer = webdataset.TarWriter(self.stream, encoder=False, mtime=0, format="GNU_FORMAT")
-        self.files.callback(self.writer.close)
+    manifest: str
+    rows: int
+    """Of the manifest."""
+    digest: str
+    """Of the manifest's lines."""
+    shard_bytes: int
+    outside_bytes: int | None
+    part: tuple[int, int]
 
     @property
-    def size(self) -> int:
-        """Bytes of the tar so far."""
-        return self.writer.tarstream.offset
+    def lines(self) -> tuple[int, int]:
+        """First and last + 1 of the rows of this part, counted from 0."""
+        number, parts = self.part
+        return (number - 1) * self.rows // parts, number * self.rows // parts
 
-    def add_media(self, name: str, media: Media) -> None:
-        """Copy a media file in, piece by piece, and note where it and its facts lie."""
-        info = tarfile.TarInfo(name)
-        info.mode = self.writer.mode
-        with media.file.open() as file:
-            info.size = file.size
-            place = [self._contents_at(info), info.size]
-            self.writer.tarstream.addfile(info, file)
-        facts = facts_to_json(media).encode()
-        entry = {"name": name, "kind": media.kind, "at": place, "facts": [self.facts.tell(), len(facts)]}
-        notes = media.clip.notes if media.clip is not None else ()
-        self.records.append({"media": {**entry, "source": media.file.path, "notes": list(notes)}})
-        self.facts.write(facts)
+    @property
+    def key(self) -> str:
+        """What keys of this part begin with: nothing when there is one part."""
+        return "" if self.part == (1, 1) else f"{self.part[0]:04d}-"
 
-    def add_sample(self, key: str, sample: Sample, names: Names) -> None:
-        """Write a sample's json and note where it lies."""
-        row = sample_to_json(sample, names)
-        start = self._contents_at(tarfile.TarInfo(f"{key}.json"))
-        self.writer.write({"__key__": key, "json": row})
-        entry = {"key": key, "row": sample.row, "json": [start, len(row)], "replaced": sample.replaced}
-        self.records.append({"sample": {**entry, "media": list(dict.fromkeys(names[used] for used in sample.media))}})
-        self.num_samples += 1
+    def record(self) -> dict:
+        """Return what is written down of it."""
+        fields = {"manifest_sha256": self.digest, "shard_bytes": self.shard_bytes, "part": list(self.part)}
+        return {"format": FORMAT, **fields, "outside_bytes": self.outside_bytes}
 
-    def add_reject(self, error: RowError) -> None:
-        reason = {"row": error.row, "id": error.id, "file": error.file, "reason": error.what}
-        self.records.append({"reject": reason})
-
-    def finish(self, last_row: int) -> None:
-        """Make the shard whole; its records, which make it count, come last."""
-        self.writer.close()
-        for file in (self.stream, self.facts):
-            file.flush()
-            os.fsync(file.fileno())
-        self.files.close()
-        _write_lines(self._temporary(".jsonl"), [*self.records, {"last_row": last_row}])
-        for suffix in (".tar", ".facts", ".jsonl"):
-            os.replace(self._temporary(suffix), self.folder / f"shard-{self.number:06d}{suffix}")
-
-    def _temporary(self, suffix: str) -> Path:
-        return self.folder / f"shard-{self.number:06d}{suffix}.part"
-
-    def _contents_at(self, info: tarfile.TarInfo) -> int:
-        return self.size + len(info.tobuf(tarfile.GNU_FORMAT))
+    def is_outside(self, media: Media) -> bool:
+        """Whether a file is so large that it stays where it is."""
+        return self.outside_bytes is not None and os.path.getsize(media.file.path) >= self.outside_bytes
 
 
 def prepare(
@@ -124,20 +100,37 @@ def prepare(
     out: str | os.PathLike[str],
     *,
     shard_bytes: int = 1 << 30,
+    outside_bytes: int | None = None,
     strict: bool = False,
+    workers: int = 0,
+    part: tuple[int, int] = (1, 1),
     progress: Progress | None = None,
 ) -> Prepared:
     """Check every row of a manifest and its media, and write them as shards into the folder `out`.
 
-    shard_bytes: a shard is closed when the next sample would make it larger; a single sample may be
-    strict:      raise RowError at the first row that cannot be used, instead of listing it in rejects.jsonl
+    shard_bytes:   a shard is closed when the next sample would make it larger; a single sample may be
+    outside_bytes: media files of at least this size are not copied but read where they are; None: all are copied
+    strict:        raise RowError at the first row that cannot be used, instead of listing it in rejects.jsonl
+    workers:       processes that examine media; 0: this one does, and a decoder that hangs hangs it
+    part:          (i, n): only the i-th of n equal runs of rows, into a folder of its own below `out`
     Raises ValueError: no such manifest, no usable row, or `out` holds something else than an unfinished prepare of it.
     """
-    manifest, folder = os.fspath(manifest), Path(out)
+    manifest = os.fspath(manifest)
     rows, digest = _fingerprint(manifest)
-    _claim(folder, {"format": FORMAT, "manifest_sha256": digest, "shard_bytes": shard_bytes})
-    _write_shards(manifest, folder, shard_bytes=shard_bytes, strict=strict, progress=progress, rows=rows)
-    return _finish(manifest, folder, rows=rows, digest=digest)
+    number, parts = part
+    if not 1 <= number <= parts <= rows:
+        raise ValueError(f"part {number}/{parts} of {rows} rows: give i/n with i from 1 to n and n at most the rows")
+    folder = Path(out) if part == (1, 1) else Path(out) / part_name(number, parts)
+    job = _Job(
+        manifest=manifest, rows=rows, digest=digest, shard_bytes=shard_bytes, outside_bytes=outside_bytes, part=part
+    )
+    _claim(folder, job.record())
+    with ExitStack() as stack:
+        pool = WorkerPool(workers, DEADLINE_S) if workers else None
+        if pool is not None:
+            stack.callback(pool.close)
+        _write_shards(job, folder, Examiner(pool), strict=strict, progress=progress, ahead=AHEAD * max(1, workers))
+    return _finish(job, folder)
 
 
 def _fingerprint(manifest: str) -> tuple[int, str]:
@@ -161,18 +154,19 @@ def _claim(folder: Path, job: dict) -> None:
         if mark.exists():
             if json.loads(mark.read_text()) != job:
                 raise ValueError(
-                    f"'{folder}' holds an unfinished prepare of another manifest or shard size; choose another folder"
+                    f"'{folder}' holds an unfinished prepare of another manifest or with other options; "
+                    "choose another folder"
                 )
-        elif any(folder.iterdir()):
+        elif any(entry.name != f"{UNFINISHED}.new" for entry in folder.iterdir()):
             raise ValueError(f"'{folder}' is not empty; choose another folder")
         else:
-            _write_lines(mark, [job])
+            write_lines(mark, [job])
     except OSError as error:
         raise ValueError(f"'{folder}' cannot be written ({error.strerror}); choose another folder") from None
 
 
 def _write_shards(
-    manifest: str, folder: Path, *, shard_bytes: int, strict: bool, progress: Progress | None, rows: int
+    job: _Job, folder: Path, examiner: Examiner, *, strict: bool, progress: Progress | None, ahead: int
 ) -> None:
     """Write what is not yet in a finished shard."""
     finished = [read_records(path) for path in sorted(folder.glob("shard-*.jsonl"))]
@@ -184,24 +178,24 @@ def _write_shards(
     last_row = finished[-1][-1]["last_row"] if finished else 0
     shard: Shard | None = None
     try:
-        for done, (row, line) in enumerate(read_lines(manifest), start=1):
-            if row > last_row:
-                checked = check_row(line, manifest, row, stored=names)
+        for done, row, parsed in _parsed_ahead(job, examiner, names, last_row, ahead):
+            if parsed is not None:
+                checked = _checked(parsed, job.manifest, examiner, names)
                 if strict and isinstance(checked, RowError):
                     raise checked
-                added = 0 if isinstance(checked, RowError) else _stored_bytes(checked[1])
-                if shard is not None and shard.num_samples and added and shard.size + added > shard_bytes:
+                added = 0 if isinstance(checked, RowError) else _stored_bytes(job, checked[1])
+                if shard is not None and shard.num_samples and added and shard.size + added > job.shard_bytes:
                     shard.finish(last_row)
                     shard = Shard(folder, shard.number + 1)
                 shard = shard or Shard(folder, len(finished))
                 if isinstance(checked, RowError):
                     shard.add_reject(checked)
                 else:
-                    _add(shard, f"{count:08d}", *checked, names)
+                    _add(shard, f"{job.key}{count:08d}", *checked, names, job)
                     count += 1
                 last_row = row
             if progress is not None:
-                progress(done, rows)
+                progress(done, job.lines[1] - job.lines[0])
         if shard is not None:
             shard.finish(last_row)
     finally:
@@ -209,39 +203,63 @@ def _write_shards(
             shard.files.close()
 
 
-def check_row(
-    line: bytes, manifest: str, row: int, *, stored: Collection[tuple[str, str]] = ()
+def _parsed_ahead(
+    job: _Job, examiner: Examiner, names: Names, last_row: int, ahead: int
+) -> Iterator[tuple[int, int, Sample | RowError | None]]:
+    """Yield (rows done, row, what it says; None: it is in a finished shard). Media are examined `ahead` rows on."""
+    waiting: deque[tuple[int, int, Sample | RowError | None]] = deque()
+    for done, (row, line) in enumerate(islice(read_lines(job.manifest), *job.lines), start=1):
+        parsed = parse_line(line, manifest=job.manifest, row=row) if row > last_row else None
+        if isinstance(parsed, Sample):
+            for kind, file in dict.fromkeys(parsed.media):
+                if (kind, file) not in names:
+                    examiner.start(kind, file)
+        waiting.append((done, row, parsed))
+        if len(waiting) > ahead:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def _checked(
+    parsed: Sample | RowError, manifest: str, examiner: Examiner, stored: Collection[tuple[str, str]]
 ) -> tuple[Sample, list[Media]] | RowError:
-    """Parse a row and examine its media, except those (kind, file) that are `stored` already."""
-    sample = parse_line(line, manifest=manifest, row=row)
-    if isinstance(sample, RowError):
-        return sample
+    """Return a row with those of its media that are not stored yet, or why it cannot be used."""
+    if isinstance(parsed, RowError):
+        return parsed
     new = []
-    for kind, file in dict.fromkeys(sample.media):
+    for kind, file in dict.fromkeys(parsed.media):
         if (kind, file) not in stored:
             try:
-                new.append(examine(kind, MediaFile(file)))
+                new.append(examiner.result(kind, file))
             except MediaError as error:
-                return RowError(manifest, row, sample.id, f"its {kind} cannot be used: {error.reason}", error.path)
-    return sample, new
+                what = f"its {kind} cannot be used: {error.reason}"
+                return RowError(manifest, parsed.row, parsed.id, what, error.path)
+    return parsed, new
 
 
-def _stored_bytes(media: list[Media]) -> int:
+def check_row(line: bytes, manifest: str, row: int) -> tuple[Sample, list[Media]] | RowError:
+    """Parse a row and examine its media."""
+    parsed = parse_line(line, manifest=manifest, row=row)
+    return _checked(parsed, manifest, Examiner(None), ())
+
+
+def _stored_bytes(job: _Job, media: list[Media]) -> int:
     """Bytes that a sample adds to a tar, about: its json is small."""
-    return 1024 + sum(os.path.getsize(item.file.path) + 1024 for item in media)
+    copied = [item for item in media if not job.is_outside(item)]
+    return 1024 + sum(os.path.getsize(item.file.path) + 1024 for item in copied)
 
 
-def _add(shard: Shard, key: str, sample: Sample, media: list[Media], names: Names) -> None:
+def _add(shard: Shard, key: str, sample: Sample, media: list[Media], names: Names, job: _Job) -> None:
     """Store a sample, its new media first."""
     for number, item in enumerate(media):
-        extension = re.sub("[^a-z0-9]", "", Path(item.file.path).suffix.lower()) or "bin"
+        extension = re.sub("[^a-z0-9]", "", Path(item.file.path).suffix.lower())[:16] or "bin"
         name = f"{key}.{item.kind}{number}.{extension}"
-        shard.add_media(name, item)
+        shard.add_media(name, item, copy=not job.is_outside(item))
         names[item.kind, item.file.path] = name
     shard.add_sample(key, sample, names)
 
 
-def _finish(manifest: str, folder: Path, *, rows: int, digest: str) -> Prepared:
+def _finish(job: _Job, folder: Path) -> Prepared:
     """Count, list the rejects, and write the index that makes the folder a prepared set."""
     shards: list[dict[str, Any]] = []
     rejects: list[dict[str, Any]] = []
@@ -255,11 +273,13 @@ def _finish(manifest: str, folder: Path, *, rows: int, digest: str) -> Prepared:
         media += sum("media" in record for record in records)
         notes += sum(bool(record["media"]["notes"]) for record in records if "media" in record)
         replaced += sum(sample["replaced"] for sample in samples)
+    rows = job.lines[1] - job.lines[0]
     accepted = sum(shard["samples"] for shard in shards)
     assert accepted + len(rejects) == rows, f"{accepted} accepted + {len(rejects)} rejected, {rows} rows"
-    _write_lines(folder / REJECTS, rejects)
-    if not accepted:
-        raise ValueError(f"no row of '{manifest}' can be used; the first: {rejects[0]['reason']} (all in {REJECTS})")
+    write_lines(folder / REJECTS, rejects)
+    if not accepted and job.part == (1, 1):
+        first = rejects[0]["reason"]
+        raise ValueError(f"no row of '{job.manifest}' can be used; the first: {first} (all in {REJECTS})")
     report = Prepared(
         rows=rows,
         accepted=accepted,
@@ -271,16 +291,6 @@ def _finish(manifest: str, folder: Path, *, rows: int, digest: str) -> Prepared:
         replaced=replaced,
         rejects=str(folder / REJECTS),
     )
-    _write_lines(folder / INDEX, [{"format": FORMAT, "manifest_sha256": digest, **asdict(report), "shards": shards}])
+    write_lines(folder / INDEX, [{**job.record(), **asdict(report), "shards": shards}])
     (folder / UNFINISHED).unlink()
     return report
-
-
-def _write_lines(path: Path, records: list[dict]) -> None:
-    """Write JSON lines: the whole file or nothing."""
-    temporary = path.with_name(path.name + ".new")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

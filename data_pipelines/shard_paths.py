@@ -1,4 +1,4 @@
-"""Which shards a data argument names: a folder, a file, a list, a glob or braces; nothing found is an error."""
+"""Which shards a data argument names: a folder or its parts, a file, a list, a glob, braces; none found is an error."""
 
 import glob
 import os
@@ -9,6 +9,7 @@ from math import prod
 
 MOST_NAMES = 100_000
 BRACES = re.compile(r"\{([^{}]*)\}")
+PART = re.compile(r"part-(\d{4,})-of-(\d{4,})")
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
@@ -29,8 +30,11 @@ def find_shards(spec: str | os.PathLike[str] | Sequence[str]) -> list[str]:
     if os.path.isfile(spec):
         return [spec]
     if os.path.isdir(spec):
+        folders = part_folders(spec)
+        if folders:
+            return [path for folder in folders for path in find_shards(folder)]
         paths = sorted(entry.path for entry in os.scandir(spec) if entry.name.endswith(".tar") and entry.is_file())
-        if not paths:
+        if not paths and not os.path.isfile(os.path.join(spec, "index.json")):
             raise ValueError(
                 f"folder '{spec}' holds no .tar file ({os.path.abspath(spec)}); name a folder that `mmcp prepare` wrote"
             )
@@ -39,6 +43,31 @@ def find_shards(spec: str | os.PathLike[str] | Sequence[str]) -> list[str]:
     if not paths:
         raise ValueError(f"pattern '{spec}' matches no file ({os.path.abspath(spec)}); check the path")
     return paths
+
+
+def part_name(number: int, parts: int) -> str:
+    """Name the folder of one part of a data set that several machines prepared."""
+    return f"part-{number:04d}-of-{parts:04d}"
+
+
+def part_folders(folder: str) -> list[str]:
+    """Return the folders of all parts below `folder`, in order; none when it has no parts.
+
+    Raises ValueError when some are missing, or belong to divisions into different numbers of parts.
+    """
+    found = {entry.name: PART.fullmatch(entry.name) for entry in os.scandir(folder) if entry.is_dir()}
+    counts = {int(match[2]) for match in found.values() if match}
+    if not counts:
+        return []
+    if len(counts) > 1:
+        numbers = " and ".join(map(str, sorted(counts)))
+        raise ValueError(f"folder '{folder}' holds parts of {numbers}; keep those of one division only")
+    (parts,) = counts
+    names = [part_name(number, parts) for number in range(1, parts + 1)]
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ValueError(f"folder '{folder}' lacks {', '.join(missing[:5])}; prepare these parts, or name single parts")
+    return [os.path.join(folder, name) for name in names]
 
 
 def _matches(pattern: str, spec: str) -> list[str]:

@@ -19,6 +19,7 @@ from data_pipelines.manifest import Item, Sample, Turn, load_json, parse_row
 from data_pipelines.media import MediaError, MediaFile
 from data_pipelines.shard_paths import find_shards
 from data_pipelines.tar_index import Member, index_tar, split_name
+from data_pipelines.view import WHOLE, read_view
 
 FORMAT = 1
 INDEX = "index.json"
@@ -106,6 +107,10 @@ def read_media(stored: StoredMedia) -> Media:
     """What was found out about a media file when the shards were prepared; examined now in foreign shards."""
     if stored.facts is None:
         return examine(stored.kind, stored.file)
+    with stored.file.open() as file:
+        if file.size != stored.file.size:
+            reason = f"has {file.size} of the {stored.file.size} bytes it had when it was prepared"
+            raise MediaError(stored.file.path, f"{reason}; restore it, or prepare the data again")
     return facts_from_json(stored.kind, stored.file, _read(stored.facts).decode())
 
 
@@ -123,7 +128,7 @@ def _item_to_json(item: Item, names: dict[tuple[str, str], str]) -> dict:
     if item.kind == "text":
         return {"type": "text", "text": item.text}
     audio = {"audio": item.audio} if item.kind == "video" else {}
-    return {"type": item.kind, "media": names[item.kind, item.media], **audio}
+    return {"type": item.kind, "media": names[item.kind, item.media], **audio, **item.view.to_fields()}
 
 
 def _read_sample(stored: StoredSample) -> Sample:
@@ -132,19 +137,23 @@ def _read_sample(stored: StoredSample) -> Sample:
     turns = tuple(
         (
             role,
-            tuple(
-                Item(
-                    kind=item["type"],
-                    text=item.get("text", ""),
-                    media=item.get("media", ""),
-                    audio=item.get("audio", True),
-                )
-                for item in items
-            ),
+            tuple(_item_from_json(item) for item in items),
         )
         for role, items in row["turns"]
     )
     return Sample(id=row["id"], row=row["row"], turns=turns, task=row["task"], replaced=row["replaced"])
+
+
+def _item_from_json(item: dict) -> Item:
+    options = {name: value for name, value in item.items() if name not in ("type", "text", "media", "audio")}
+    view = read_view(item["type"], options) if options else WHOLE
+    return Item(
+        kind=item["type"],
+        text=item.get("text", ""),
+        media=item.get("media", ""),
+        audio=item.get("audio", True),
+        view=view,
+    )
 
 
 def _read(part: MediaFile) -> bytes:
@@ -192,7 +201,8 @@ def _media_table(folder: Path) -> dict[str, StoredMedia]:
         for record in read_records(records):
             if "media" in record:
                 entry = record["media"]
-                file, fact = MediaFile(shard, *entry["at"]), MediaFile(facts, *entry["facts"])
+                file = MediaFile(shard, *entry["at"]) if "at" in entry else MediaFile(*entry["outside"])
+                fact = MediaFile(facts, *entry["facts"])
                 table[entry["name"]] = StoredMedia(entry["kind"], file, fact)
     return table
 

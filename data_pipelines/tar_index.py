@@ -12,6 +12,8 @@ import tarfile
 from dataclasses import dataclass, field
 
 FIELD = re.compile(r"[a-z][a-z0-9_-]*(\.[a-z0-9_-]+)*")
+SIDE_FILES = frozenset((".DS_Store", "Thumbs.db", "desktop.ini", ".directory"))
+SIDE_FOLDERS = frozenset(("__MACOSX", "@eaDir", ".Trashes", ".Spotlight-V100", "$RECYCLE.BIN"))
 BLOCK = tarfile.BLOCKSIZE
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
@@ -74,7 +76,7 @@ def split_name(name: str) -> tuple[str, str]:
 def _is_side_file(name: str) -> bool:
     """Files that other systems leave in archives."""
     parts = name.split("/")
-    return parts[-1].startswith("._") or "__MACOSX" in parts or parts[-1] in (".DS_Store", "Thumbs.db")
+    return parts[-1].startswith("._") or parts[-1] in SIDE_FILES or not SIDE_FOLDERS.isdisjoint(parts[:-1])
 
 
 def _members(index: TarIndex) -> list[Member]:

@@ -5,12 +5,15 @@ What to decode for a unit stands in it: `decode_frames(file, index, unit.items, 
 the neighbours that its features need.
 """
 
+from collections.abc import Sequence
 from fractions import Fraction
+from math import ceil, floor, prod
 from typing import Protocol
 
 import numpy as np
 
 from data_pipelines.container import AudioTrack, ClipIndex, VideoTrack
+from data_pipelines.view import WHOLE, View
 from mmcp.sequence import HOP, SAMPLE_RATE, Unit
 
 
@@ -52,40 +55,62 @@ def image_unit(native: tuple[int, int], size: tuple[int, int], rule: PictureRule
     return Unit(num_tokens=rows, start=zero, end=zero, grid=grid, size=size, items=(), native=native)
 
 
-def sampled_frames(track: VideoTrack, rate: Fraction) -> np.ndarray:
-    """Number the frames a player shows at the first frame's time + k / rate, each once: [n] int64, ascending.
+def sampled_frames(
+    track: VideoTrack, rate: Fraction, *, start: Fraction | None = None, end: Fraction | None = None
+) -> np.ndarray:
+    """Number the frames a player shows at start + k / rate, before `end`, each once: [n] int64, ascending.
 
+    start, end: seconds on the file's own timeline, by default those of the picture; a start before the first frame is
+                that frame's
     A rate above the file's gives every frame.
     """
     step = 1 / (rate * track.time_base)  # in ticks
-    length = int(track.pts[-1]) + max(1, track.duration) - int(track.pts[0])
-    count = -(-length * step.denominator // step.numerator)
-    ticks = track.pts[0] + np.arange(count) * step.numerator // step.denominator
+    first, last = Fraction(int(track.pts[0])), Fraction(int(track.pts[-1]) + max(1, track.duration))
+    first = first if start is None else max(first, start / track.time_base)
+    last = last if end is None else min(last, end / track.time_base)
+    count = max(0, -int((first - last) * step.denominator // step.numerator))
+    whole = first.numerator // first.denominator  # a frame is shown from a whole tick on
+    part = first - whole
+    scale = step.denominator * part.denominator
+    ticks = (
+        whole + (np.arange(count) * (step.numerator * part.denominator) + part.numerator * step.denominator) // scale
+    )
     return np.unique(np.searchsorted(track.pts, ticks, side="right") - 1)
 
 
 def frame_groups(index: ClipIndex, size: tuple[int, int], rule: PictureRule, *, rate: Fraction) -> tuple[Unit, ...]:
-    """Group a clip's sampled frames; the last group is filled by repeating its last frame.
+    """Group a clip's sampled frames in order; the last group is filled by repeating its last frame.
 
     size: height and width as encoded
-    A group lasts from its first frame to the next group's; the last one to the end of the picture.
+    """
+    assert index.video is not None, "a clip without pictures has no frame groups"
+    frames = sampled_frames(index.video, rate)
+    groups = np.append(frames, np.repeat(frames[-1:], -len(frames) % rule.frames)).reshape(-1, rule.frames)
+    return frame_units(index, groups, [size] * len(groups), rule, end=index.video_end)
+
+
+def frame_units(
+    index: ClipIndex, groups: np.ndarray, sizes: Sequence[tuple[int, int]], rule: PictureRule, *, end: Fraction
+) -> tuple[Unit, ...]:
+    """Make the units of groups of frames.
+
+    groups: [n, frames] int64, in order of their first frames
+    sizes:  [n]  height and width as encoded
+    end:    seconds at which the last group ends; the others last from their first frame to the next group's
     """
     track = index.video
     assert track is not None, "a clip without pictures has no frame groups"
-    frames = sampled_frames(track, rate)
-    groups = np.append(frames, np.repeat(frames[-1:], -len(frames) % rule.frames)).reshape(-1, rule.frames)
     first, last = track.starts(groups).min(axis=1).tolist(), track.stops(groups).max(axis=1).tolist()
-    edges = [index.frame_time(frame) for frame in groups[:, 0]] + [index.video_end]
-    shape = (rule.frames, *size)
-    grid = rule.grid(shape)
-    rows = grid[0] * grid[1] * grid[2]
+    edges = [index.frame_time(frame) for frame in groups[:, 0]] + [end]
+    shapes = {size: (rule.frames, *size) for size in set(sizes)}
+    grids = {size: rule.grid(shape) for size, shape in shapes.items()}
     return tuple(
         Unit(
-            num_tokens=rows,
+            num_tokens=prod(grids[sizes[i]]),
             start=edges[i],
             end=edges[i + 1],
-            grid=grid,
-            size=shape,
+            grid=grids[sizes[i]],
+            size=shapes[sizes[i]],
             items=tuple(group),
             decode=(first[i], last[i]),
             native=track.display,
@@ -99,26 +124,54 @@ def sound_windows(index: ClipIndex, rule: SoundRule) -> tuple[Unit, ...]:
 
     No sound, or one shorter than one mel frame (10 ms), gives no window. The windows' `items` cover the sound once.
     """
+    first, frames = sound_span(index, WHOLE)
+    spans = []
+    for low in range(0, frames, rule.window):
+        count = min(rule.window, frames - low)
+        spans.append((low, count, -(-count // rule.frames_per_row) * rule.frames_per_row))
+    return sound_units(index, rule, spans, first=first)
+
+
+def sound_span(index: ClipIndex, view: View) -> tuple[int, int]:
+    """First mel frame of a view, counted from the start of the sound, and how many there are."""
+    if index.audio is None:
+        return 0, 0
+    begin, end = index.audio_samples
+    low, high = 0, (end - begin) // HOP
+    if view.video_start is not None:
+        low = max(low, floor((view.video_start * SAMPLE_RATE - begin) / HOP))
+    if view.video_end is not None:
+        high = min(high, ceil((view.video_end * SAMPLE_RATE - begin) / HOP))
+    return low, max(0, high - low)
+
+
+def sound_units(
+    index: ClipIndex, rule: SoundRule, spans: Sequence[tuple[int, int, int]], *, first: int
+) -> tuple[Unit, ...]:
+    """Make the units of stretches of sound.
+
+    spans: (first mel frame counted from `first`, mel frames of sound, mel frames as encoded) of each; where it has
+           more frames than are encoded, they are averaged (see data_pipelines.slow_sound)
+    first: mel frame of the sound at which the view begins
+    What is left of the sound after its last whole mel frame belongs to the last stretch.
+    """
     track, (begin, end) = index.audio, index.audio_samples
-    if track is None:
-        return ()
-    mel_frames = (end - begin) // HOP
+    assert track is not None or not spans, "a clip without sound has no stretch of it"
+    whole = (end - begin) // HOP
     units = []
-    for first in range(0, mel_frames, rule.window):
-        frames = min(rule.window, mel_frames - first)
-        is_last = first + frames == mel_frames
-        items = (begin + first * HOP, end if is_last else begin + (first + frames) * HOP)
-        size = (-(-frames // rule.frames_per_row) * rule.frames_per_row,)
-        grid = rule.grid(size)
+    for low, frames, size in spans:
+        last = first + low + frames
+        items = (begin + (first + low) * HOP, end if last == whole else begin + last * HOP)
+        grid = rule.grid((size,))
         units.append(
             Unit(
                 num_tokens=grid[0],
                 start=Fraction(items[0], SAMPLE_RATE),
                 end=Fraction(items[1], SAMPLE_RATE),
                 grid=grid,
-                size=size,
+                size=(size,),
                 items=items,
-                decode=_packets(track, items[0] - begin, items[1] - begin),
+                decode=_packets(track, items[0] - begin, items[1] - begin),  # type: ignore[arg-type]
             )
         )
     return tuple(units)

@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,14 @@ class WorkerError(RuntimeError):
     """A job did not give a result: the function raised, the worker died, or the deadline passed."""
 
 
+DEATH = re.compile(r"decode worker \d+ died after")
+
+
+def tells_of_death(message: str) -> bool:
+    """Whether a message about a job says that its worker's process is gone; another has taken its place by then."""
+    return bool(DEATH.search(message))
+
+
 class WorkerPool:
     """Run jobs on a few worker processes, first come first served.
 
@@ -43,6 +52,11 @@ class WorkerPool:
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="decode")
+
+    @property
+    def num_workers(self) -> int:
+        """Processes, and so jobs that run at the same time."""
+        return len(self._workers)
 
     def submit(self, function: Callable[..., Reply], *args: Any) -> "Future[Reply]":
         """Queue `function(*args)`, importable by name in the worker; the future raises WorkerError on failure."""

@@ -97,9 +97,9 @@ def smoke_settings(settings: AblateConfig) -> AblateConfig:
 
 def write_smoke_data(base: RunConfig) -> None:
     """Write and prepare a few clips, unless they are there."""
-    folder = Path(base.data.train).parent
+    folder = Path(base.data.sources[0].path).parent
     write_data(folder, SMOKE_CLIPS)
-    for manifest, shards in (("train.jsonl", base.data.train), ("heldout.jsonl", base.data.held_out)):
+    for manifest, shards in (("train.jsonl", base.data.sources[0].path), ("heldout.jsonl", base.data.held_out)):
         if not (Path(shards) / "index.json").is_file():
             prepare(folder / manifest, shards, strict=True)
 

@@ -9,6 +9,8 @@ import torch
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from data_pipelines.clip import ClipConfig
+from data_pipelines.feature_cache import FeatureCacheConfig
+from data_pipelines.mixture import DataSource, Mixture
 from encoders import ENCODERS, AudioWindows, Encoder, ImagePatches, TokenizerConfig, VideoPatches
 from mmcp.attention import AttentionConfig
 from mmcp.config import OneOf, config
@@ -21,6 +23,7 @@ from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.step import StepPlan, plan_step
 from mmcp.sharding.strategies import STRATEGIES
 from mmcp.training.optim import OptimConfig
+from mmcp.training.parts import PartsConfig
 from mmcp.training.train import TrainConfig
 
 
@@ -63,8 +66,9 @@ class ShardingConfig:
 class DataConfig:
     """Where samples come from and how they are joined."""
 
-    train: str
-    """Shards to train on: a folder of `mmcp prepare`, a file, or a pattern such as shard-{000..009}.tar."""
+    train: str | tuple[DataSource, ...]
+    """Shards to train on: a folder of `mmcp prepare`, a file, a pattern such as shard-{000..009}.tar, or a list of
+    {path, weight} to be mixed."""
     held_out: str = ""
     """Shards to evaluate on; empty: none."""
     held_out_samples: PositiveInt = 64
@@ -76,9 +80,25 @@ class DataConfig:
     workers: PositiveInt = 1
     """Decode workers of each rank."""
     prefetch: PositiveInt = 2
-    """Steps planned and decoded ahead."""
+    """Steps decoded ahead."""
+    lookahead: NonNegativeInt = 16
+    """Further steps planned ahead: samples of theirs that take long to decode are started early."""
+    prefetch_mb: PositiveInt = 2048
+    """Most decoded MiB that wait on a rank; what the next step needs is always decoded."""
+    dead_worker: Literal["replace", "stop"] = "replace"
+    """What follows when a decode worker dies: its sample counts as unreadable and another worker takes its place, or
+    the run stops on all ranks and names the sample."""
     deadline_s: PositiveFloat = 120.0
     """Seconds a decode job may take before its worker is killed and its sample counts as unreadable."""
+
+    @property
+    def sources(self) -> tuple[DataSource, ...]:
+        """What is trained on, as a list."""
+        return (DataSource(path=self.train),) if isinstance(self.train, str) else self.train
+
+    def open_train(self, *, strict: bool = False) -> Mixture:
+        """Index what is trained on. Raises ValueError."""
+        return Mixture.open(self.sources, strict=strict)
 
 
 @config
@@ -100,9 +120,18 @@ class RunConfig:
     tokenizer: TokenizerConfig = TokenizerConfig()
     model: ModelConfig
     optim: OptimConfig = OptimConfig()
+    parts: PartsConfig = PartsConfig()
+    """Which parts of the model train, and how fast."""
     train: TrainConfig = TrainConfig()
+    features: FeatureCacheConfig = FeatureCacheConfig()
+    """Where features of frozen encoders are kept, so that a clip is decoded and encoded once."""
 
     def __post_init__(self):
+        if self.features.folder and not self.parts.frozen_encoders:
+            raise ValueError(
+                f"features.folder='{self.features.folder}' keeps features of frozen encoders, and none is frozen; "
+                "set parts.video, parts.image or parts.audio to 0, or leave it empty"
+            )
         if self.clip.budget.tokens > self.data.row_tokens:
             raise ValueError(
                 f"clip.budget.tokens={self.clip.budget.tokens} lets a sample be longer than "

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data_pipelines.shards import ShardSet
+from data_pipelines.mixture import DataSource, Mixture
 from encoders import Tokenizer
 from experiments.base import RunConfig
 from experiments.pipeline import Pipeline
@@ -32,10 +32,11 @@ def check(settings: RunConfig, *, file: str | Path = "config", resume: bool | No
     if tokenizer:
         with _noting(problems, "model"):
             settings.planner(tokenizer.vocab_size).step([])
-    for name, spec in (("train", settings.data.train), ("held_out", settings.data.held_out)):
-        if spec:
+    held_out = (DataSource(path=settings.data.held_out),) if settings.data.held_out else ()
+    for name, sources in (("train", settings.data.sources), ("held_out", held_out)):
+        if sources or name == "train":
             with _noting(problems, f"data.{name}"):
-                shards = ShardSet.open(spec, strict=settings.train.strict)
+                shards = Mixture.open(sources, strict=settings.train.strict)
                 _tell(f"data.{name}: {shards.summary()}", *(f"warning: {problem}" for problem in shards.problems))
                 if tokenizer:
                     find_usable(settings, tokenizer, shards)
@@ -58,7 +59,7 @@ def check_heads(settings: RunConfig) -> None:
             raise ValueError(f"{error} (pattern.{number}: {variant.name} in mode '{variant.mode}')") from None
 
 
-def find_usable(settings: RunConfig, tokenizer: Tokenizer, shards: ShardSet) -> None:
+def find_usable(settings: RunConfig, tokenizer: Tokenizer, shards: Mixture) -> None:
     """Lay out samples until one can be trained on. Raises ValueError when none can."""
     pipeline = Pipeline(settings, tokenizer, shards, settings.planner(tokenizer.vocab_size))
     first = ""

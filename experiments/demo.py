@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         shutil.rmtree(folder)  # an earlier demo
     stages = Stages(began)
     stages.say("1/4  write clips and questions")
-    data = Path(settings.data.train).parent
+    data = Path(settings.data.sources[0].path).parent
     write_data(data, SyntheticConfig(seed=settings.seed))
     stages.say("2/4  prepare shards")
     prepare_data(data, settings)
@@ -77,7 +77,7 @@ def write_data(folder: Path, config: SyntheticConfig) -> None:
 
 def prepare_data(folder: Path, settings: RunConfig) -> None:
     """Prepare both manifests, unless their shards are there."""
-    for name, out in (("train", settings.data.train), ("heldout", settings.data.held_out)):
+    for name, out in (("train", settings.data.sources[0].path), ("heldout", settings.data.held_out)):
         if not (Path(out) / "index.json").exists():
             found = prepare.run(folder / f"{name}.jsonl", Path(out), strict=True)
             found.show(as_json=False)

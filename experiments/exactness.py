@@ -25,7 +25,7 @@ class Computed:
     hidden: dict[int, Tensor]
     """By row number: [s, e] final hidden states in sequence order."""
     gradients: dict[str, Tensor]
-    """By parameter name: the whole gradient."""
+    """By name of a parameter that trains: the whole gradient."""
 
     def write(self, file: Path) -> None:
         """Write it as safetensors."""
@@ -46,8 +46,8 @@ def measure(runner: StepRunner, work: StepWork) -> Computed:
     """Run one step forward and backward and gather everything it computed; every rank calls it."""
     mesh, clock = runner.mesh, StageClock(runner.device)
     loss_sum = all_reduce(runner.backward(work, clock), "sum", group=mesh.world, name="loss")
-    named = runner.model.named_parameters()
-    gradients = {name: _whole(parameter.grad).contiguous().clone() for name, parameter in named}
+    trained = {name: parameter for name, parameter in runner.model.named_parameters() if parameter.requires_grad}
+    gradients = {name: _whole(parameter.grad).contiguous().clone() for name, parameter in trained.items()}
     runner.model.zero_grad()
     return Computed(loss_sum.item() / work.label_tokens, _hidden(runner, work, clock), gradients)
 

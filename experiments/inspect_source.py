@@ -10,7 +10,6 @@ from data_pipelines.examine import examine
 from data_pipelines.manifest import Item, RowError, Sample, read_lines
 from data_pipelines.media import MediaFile
 from data_pipelines.prepare import check_row
-from data_pipelines.sampler import Order
 from data_pipelines.shards import KIND_OF, ShardSet
 from experiments.base import RunConfig
 from experiments.pipeline import OneSample, Pipeline, Samples
@@ -47,10 +46,10 @@ def find_row(source: str, settings: RunConfig, *, sample: int | None = None) -> 
 
 def run_row(folder: str, settings: RunConfig, *, sample: int | None = None) -> Row:
     """Lay out the first row of a run's first step, or one sample of its training data."""
-    shards = ShardSet.open(settings.data.train)
+    shards = settings.data.open_train()
     if sample is not None:
         return _sample_row(shards, sample, settings)
-    numbers = Order(settings.seed, len(shards)).take(settings.data.documents_per_step)
+    numbers = shards.order(settings.seed).take(settings.data.documents_per_step)
     step = _pipeline(settings, shards).plan(numbers)
     if not step.documents:
         raise ValueError(f"no sample of the first step can be laid out; the first: {step.refused[0]}")
@@ -66,12 +65,12 @@ def _sample_row(samples: Samples, number: int, settings: RunConfig) -> Row:
         raise ValueError(f"--sample {number}: there are {len(samples)} samples, numbered from 0")
     sample, media = samples.load(number)
     sequence, report = build_sequence(sample, media, settings.clip, rules=_pipeline(settings, samples).rules)
-    budget, setting = report.budget, report.budget.setting
+    budget = report.budget
     facts = {
         "sample": sample.id,
         **_content(sequence),
-        "budget": f"{budget.tokens:,} of {budget.limit:,} tokens, at {setting.frames_per_second:g} frames a second, "
-        f"at most {setting.frame_pixels:,} pixels a frame, {'with' if setting.sound else 'without'} sound",
+        "budget": f"{budget.tokens:,} of {budget.limit:,} tokens",
+        **({"seen and heard": "; ".join(budget.detail)} if budget.detail else {}),
     }
     if budget.reduced:
         facts["reduced"] = f"{'; '.join(budget.reduced)} (the finest setting needs {budget.full_tokens:,} tokens)"

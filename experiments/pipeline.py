@@ -1,8 +1,9 @@
 """From sample numbers to planned and decoded steps: where data, encoders and plans meet."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from data_pipelines.clip import Rules, build_sequence
 from data_pipelines.decode_units import decode_units
 from data_pipelines.examine import Media
+from data_pipelines.feature_cache import decode_missing, sound_digest
 from data_pipelines.loader import Job, Loaded, Loader
 from data_pipelines.manifest import Sample
 from data_pipelines.media import MediaError
@@ -21,8 +23,10 @@ from encoders.mel import log_mel_raw, needed
 from experiments.base import Planner, RunConfig
 from mmcp.parallel.mesh import Mesh
 from mmcp.sequence import TokenSequence, pack
+from mmcp.sharding.cost import RowCosts, row_costs
 from mmcp.sharding.ranges import as_indices
 from mmcp.sharding.step import StepPlan
+from mmcp.training.kept import KeptUnits
 from mmcp.training.status import exchange_status
 from mmcp.training.step import StageClock, StepRunner, StepWork
 from mmcp.training.train import LoadedStep
@@ -94,6 +98,8 @@ class Pipeline:
     tokenizer: Tokenizer
     shards: Samples
     planner: Planner
+    encoders: Mapping[str, str] = field(default_factory=dict)
+    """Digest by kind of each encoder whose features are kept (see experiments.features)."""
 
     @property
     def rules(self) -> Rules:
@@ -148,24 +154,56 @@ class Pipeline:
             segment = sequence.unit_segment(unit)
             key = (segment.document, segment.kind, segment.source, segment.stream)
             tracks.setdefault(key, []).append(unit)
+        costs = row_costs(sequence, self.planner.costs)
         for (document, kind, source, _), numbers in tracks.items():
             media = step.documents[row][document].media[source]
             for start in range(0, len(numbers), JOB_UNITS):
                 part = numbers[start : start + JOB_UNITS]
                 own = [sequence.units[unit] for unit in part]
                 mel = partial(log_mel_raw, bins=self.config.model.audio.bins)
+                is_kept = kind in self.encoders
+                args = (kind, media.file, media.clip, own, mel, needed)
                 yield Job(
                     UnitJob(row, document, tuple(part)),
                     step.documents[row][document].sample.id,
-                    decode_units,
-                    (kind, media.file, media.clip, own, mel, needed),
+                    decode_missing if is_kept else decode_units,
+                    (*self._kept_by(sequence, numbers, kind), *args) if is_kept else args,
+                    cost_ns=decode_ns(costs, np.array(part)),
+                    num_bytes=sum(self._bytes(kind, unit.size) for unit in own),
                 )
+
+    def _kept_by(self, sequence: TokenSequence, units: list[int], kind: str) -> tuple:
+        """What the keys of a track's features are made of, beside file and units."""
+        own, sound = sequence.unit_segment(units[0]), ""
+        if kind == "audio":
+            heard = [
+                unit
+                for segment in sequence.segments
+                if (segment.kind, segment.document) == (kind, own.document)
+                and (segment.source, segment.stream) == (own.source, own.stream)
+                for unit in segment.units
+            ]
+            sound = sound_digest(heard)
+        features = self.config.features
+        return (features.folder, features.max_mb << 20), self.encoders[kind], own.stream, sound
+
+    def _bytes(self, kind: str, size: tuple[int, ...]) -> int:
+        """Bytes of a decoded unit: three uint8 colours, or float32 mel bins."""
+        return prod(size) * (3 if kind != "audio" else 4 * self.config.model.audio.bins)
+
+
+def decode_ns(costs: RowCosts, units: np.ndarray) -> int:
+    """Nanoseconds to decode some units of one track: frames or packets that they share are decoded once."""
+    spans = costs.spans[units]
+    shared = min(int((spans[:, 1] - spans[:, 0]).sum()), int(spans[:, 1].max() - spans[:, 0].min()))
+    return shared * int(costs.frame_ns[units].max()) + int(costs.output_ns[units].sum())
 
 
 def collect(loaded: Loaded[PlannedStep]) -> LoadedStep:
     """Sort a step's decoded units by row, and its failures by document."""
     arrays: dict[int, dict[int, np.ndarray]] = {}
     faults: dict[tuple[int, int], str] = {}
+    kept: dict[int, KeptUnits] = {}
     seconds, frames, notes = 0.0, 0, []
     for job, result in loaded.results:
         key = job.key
@@ -173,12 +211,15 @@ def collect(loaded: Loaded[PlannedStep]) -> LoadedStep:
             faults[(key.row, key.document)] = f"sample '{job.sample}': {result}"
             continue
         header, values = result
-        arrays.setdefault(key.row, {}).update(zip(key.units, values, strict=True))
+        found = dict(zip(key.units, values, strict=True))
+        if "keys" in header:
+            found = _sort_kept(kept.setdefault(key.row, KeptUnits()), found, header)
+        arrays.setdefault(key.row, {}).update(found)
         seconds, frames = seconds + header["seconds"], frames + header["frames"]
         notes += header["notes"]
     return LoadedStep(
         step=loaded.step,
-        work=StepWork(loaded.payload.plan, arrays),
+        work=StepWork(loaded.payload.plan, arrays, kept=kept),
         faults=faults,
         refused=loaded.payload.refused,
         notes=tuple(notes),
@@ -194,6 +235,19 @@ def collect(loaded: Loaded[PlannedStep]) -> LoadedStep:
     )
 
 
+def _sort_kept(kept: KeptUnits, found: dict[int, np.ndarray], header: dict) -> dict[int, np.ndarray]:
+    """Note which of the arrays are kept features, and the keys of the others; return these."""
+    decoded = {}
+    for (unit, values), store_as, loudest in zip(found.items(), header["keys"], header["loudest"], strict=True):
+        if store_as:
+            decoded[unit] = values
+            kept.keys[unit] = store_as.replace("?", "")
+        else:
+            kept.features[unit] = values
+            kept.loudest[unit] = loudest
+    return decoded
+
+
 def read_steps(
     pipeline: Pipeline, mesh: Mesh, pool: WorkerPool, *, plan: Callable[[int], PlannedStep], steps: range
 ) -> Iterator[Loaded[PlannedStep]]:
@@ -203,7 +257,15 @@ def read_steps(
         planned = plan(step)
         return planned, pipeline.jobs(planned, mesh)
 
-    with Loader(prepare, pool, steps=steps, prefetch=pipeline.config.data.prefetch) as loader:
+    data = pipeline.config.data
+    with Loader(
+        prepare,
+        pool,
+        steps=steps,
+        prefetch=data.prefetch,
+        lookahead=data.lookahead,
+        most_bytes=data.prefetch_mb << 20,
+    ) as loader:
         yield from loader
 
 

@@ -10,7 +10,10 @@ from mmcp.parallel.apply import shard_parameters, wrap_attention
 from mmcp.parallel.collectives import all_reduce
 from mmcp.parallel.mesh import Mesh
 from mmcp.training.media import MediaInputs, UnitEncoder
+from mmcp.training.parts import PartsConfig
 from mmcp.training.step import StepRunner
+
+EVERYTHING = PartsConfig()
 
 
 def make_runner(
@@ -21,12 +24,15 @@ def make_runner(
     seed: int,
     dtype: torch.dtype,
     compute_dtype: torch.dtype | None = None,
+    parts: PartsConfig = EVERYTHING,
 ) -> StepRunner:
     """Build the model for this rank of the mesh; new weights are the same whatever the mesh.
 
     dtype: type of the parameters      compute_dtype: type they are cast to for the computation; None: as they are
+    parts: which of them train
     """
     model = build_model(model_config, vocabulary=vocabulary, seed=seed, dtype=dtype).to(mesh.device)
+    parts.freeze(model)
     wrap_attention(model, mesh)
     units = [*model.backbone.blocks, *dict.fromkeys(model.encoders.values())]
     shard_parameters(model, mesh, units=units, compute_dtype=compute_dtype)
@@ -49,4 +55,5 @@ def run_runner(settings: RunConfig, mesh: Mesh, *, vocabulary: int) -> StepRunne
         seed=settings.seed,
         dtype=settings.parameter_dtype,
         compute_dtype=settings.compute_dtype,
+        parts=settings.parts,
     )

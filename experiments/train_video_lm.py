@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from data_pipelines.sampler import Order, OrderState
-from data_pipelines.shards import ShardSet
-from data_pipelines.workers import WorkerPool
+from data_pipelines.mixture import Mixture
+from data_pipelines.sampler import OrderState
+from data_pipelines.workers import WorkerPool, tells_of_death
 from experiments.base import RunConfig
 from experiments.check_run import check
+from experiments.features import keep_features
 from experiments.pipeline import Pipeline, collect, held_out_loss, read_steps
 from experiments.run_log import RunLog
 from experiments.runtime import run_runner
@@ -27,15 +28,18 @@ from mmcp.parallel.mesh import Mesh, build_mesh, device_type_for, process_group
 from mmcp.parallel.stop import StopRequest
 from mmcp.report.run import write_run_report
 from mmcp.training import checkpoint
+from mmcp.training.parts import part_of
 from mmcp.training.run_folder import open_run_folder, write_setup
 from mmcp.training.step import StepRunner
-from mmcp.training.train import Counters, OnStep, Trainer
+from mmcp.training.train import Counters, OnStep, Trainer, never
 
 RESUMABLE = (
     "folder",
     "mesh",
     "train",
+    "features",
     *(f"data.{name}" for name in ("held_out", "held_out_samples", "workers", "prefetch", "deadline_s")),
+    *(f"data.{name}" for name in ("lookahead", "prefetch_mb", "dead_worker")),
 )
 """What may differ when a run is resumed: nothing that changes the samples, the model or the updates."""
 
@@ -106,41 +110,44 @@ def train_on(
         stop = stack.enter_context(StopRequest())
         tokenizer = settings.tokenizer.build()
         runner = run_runner(settings, mesh, vocabulary=tokenizer.vocab_size)
-        optimizer = settings.optim.build(runner.model)
-        shards = ShardSet.open(settings.data.train)
+        optimizer = settings.optim.build(runner.model, rate_of=lambda name: settings.parts.rate(part_of(name)))
+        shards = settings.data.open_train()
         start, counters = 0, Counters()
         if resume:
-            start, counters = restore(settings, folder, runner, optimizer, num_samples=len(shards))
+            start, counters = restore(settings, folder, runner, optimizer, shards=shards)
         elif mesh.rank == 0:
             write_setup(folder, settings)
         pool = WorkerPool(settings.data.workers, settings.data.deadline_s)
         stack.callback(pool.close)
-        pipeline = Pipeline(settings, tokenizer, shards, settings.planner(tokenizer.vocab_size))
+        planner = settings.planner(tokenizer.vocab_size)
+        pipeline = Pipeline(settings, tokenizer, shards, planner, encoders=keep_features(settings, runner))
         log = RunLog(settings, folder, mesh, pipeline=pipeline, counters=counters, start=start)
         stack.enter_context(log)
-        order = Order(settings.seed, len(shards))
-        order.restore(order_at(settings, len(shards), start))
+        order = shards.order(settings.seed)
         trainer = Trainer(
             runner=runner,
             optimizer=optimizer,
             optim=settings.optim,
+            parts=settings.parts,
             settings=settings.train,
             counters=counters,
             on_step=(log.step, stack.enter_context(watch(runner))),
-            save=lambda done: save(settings, folder, runner, optimizer, done, counters, num_samples=len(shards)),
+            save=lambda done: save(settings, folder, runner, optimizer, done, counters, shards=shards),
             held_out_loss=lambda: held_out_loss(pipeline, runner, pool),
             stop_requested=stop.is_set,
+            is_fatal=tells_of_death if settings.data.dead_worker == "stop" else never,
         )
         batch, total = settings.data.documents_per_step, settings.optim.total_steps
         steps = range(start, total)
-        planned = read_steps(pipeline, mesh, pool, plan=lambda _: pipeline.plan(order.take(batch)), steps=steps)
+        planned = read_steps(
+            pipeline, mesh, pool, plan=lambda step: pipeline.plan(order.samples(step * batch, batch)), steps=steps
+        )
         trainer.run(map(collect, planned))
 
 
-def order_at(settings: RunConfig, num_samples: int, step: int) -> OrderState:
-    """Return where the order of samples is after `step` steps: a division, so prefetching cannot disturb it."""
-    epoch, position = divmod(step * settings.data.documents_per_step, num_samples)
-    return OrderState(seed=settings.seed, num_samples=num_samples, epoch=epoch, position=position)
+def order_at(settings: RunConfig, shards: Mixture, step: int) -> OrderState:
+    """Return where the order of samples is after `step` steps: a product, so prefetching cannot disturb it."""
+    return replace(shards.order(settings.seed).state, taken=step * settings.data.documents_per_step)
 
 
 def save(
@@ -151,14 +158,14 @@ def save(
     done: int,
     counters: Counters,
     *,
-    num_samples: int,
+    shards: Mixture,
 ) -> None:
     """Write a checkpoint after `done` steps, unless it is there; forget old ones."""
     target = folder / "checkpoints"
     if (target / f"step_{done}").exists():
         return
     state = {
-        "order": asdict(order_at(settings, num_samples, done)),
+        "order": asdict(order_at(settings, shards, done)),
         "counters": asdict(counters),
         "config": as_values(settings),
         "ranks": runner.mesh.world.size,
@@ -169,7 +176,7 @@ def save(
 
 
 def restore(
-    settings: RunConfig, folder: Path, runner: StepRunner, optimizer: torch.optim.Optimizer, *, num_samples: int
+    settings: RunConfig, folder: Path, runner: StepRunner, optimizer: torch.optim.Optimizer, *, shards: Mixture
 ) -> tuple[int, Counters]:
     """Load the latest checkpoint; return the steps done and what was counted.
 
@@ -182,8 +189,10 @@ def restore(
     if changed:
         raise ValueError(f"this config is not the one of {found}: {'; '.join(changed)}; resume with the saved one")
     step = state["step"]
-    if state["order"] != asdict(order_at(settings, num_samples, step)):
-        raise ValueError(f"{found} was saved on other data ({state['order']}, now {num_samples} samples)")
+    try:
+        shards.order(settings.seed).restore(OrderState.of(state["order"]))
+    except ValueError as error:
+        raise ValueError(f"{found} was saved on other data: {error}") from None
     checkpoint.load(found, model=runner.model, optimizer=optimizer, group=runner.mesh.world)
     return step, Counters(**state["counters"])
 

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from rich.table import Table
 
-from data_pipelines.sampler import Order
-from data_pipelines.shards import ShardSet
 from data_pipelines.workers import WorkerPool
 from encoders import Tokenizer
 from experiments.attention_choice import take_choice, with_choice
@@ -72,7 +70,7 @@ def _check(settings: RunConfig, synthetic: bool) -> None:
     if synthetic:
         return
     try:
-        ShardSet.open(settings.data.train)
+        settings.data.open_train()
     except ValueError as error:
         raise ValueError(f"data.train: {error}; prepare it, or verify on drawn rows with --synthetic") from None
 
@@ -93,9 +91,9 @@ def compute(settings: RunConfig, synthetic: bool, file: Path) -> None:
 
 def first_step(settings: RunConfig, runner: StepRunner, tokenizer: Tokenizer) -> StepWork:
     """Plan the first step of a training run and decode this rank's units of it."""
-    shards = ShardSet.open(settings.data.train)
+    shards = settings.data.open_train()
     pipeline = Pipeline(settings, tokenizer, shards, settings.planner(tokenizer.vocab_size))
-    numbers = Order(settings.seed, len(shards)).take(settings.data.documents_per_step)
+    numbers = shards.order(settings.seed).take(settings.data.documents_per_step)
     with closing(WorkerPool(settings.data.workers, settings.data.deadline_s)) as pool:
         steps = read_steps(pipeline, runner.mesh, pool, plan=lambda _: pipeline.plan(numbers), steps=range(1))
         (step,) = map(collect, steps)

@@ -129,6 +129,13 @@ def _prepare(parser: argparse.ArgumentParser) -> None:
     bad = parser.add_mutually_exclusive_group()
     bad.add_argument("--strict", action="store_true", help="stop at the first row that cannot be used")
     bad.add_argument("--skip-bad", action="store_true", help="exit with 0 although rows were rejected")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that examine media (default: all cores)")
+    parser.add_argument(
+        "--part", default="1/1", metavar="I/N", help="only the I-th of N runs of rows; DIR then holds all parts"
+    )
+    parser.add_argument(
+        "--outside-mb", type=int, metavar="MB", help="media files of at least this size stay where they are"
+    )
     _add_json(parser)
 
 
@@ -191,7 +198,7 @@ def _ablate(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="what to measure: attention")
+    parser.add_argument("name", metavar="NAME", help="what to measure; a wrong name lists them all")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the measurement")
     _add_json(parser)
 

@@ -3,6 +3,8 @@
 Shapes: n units, p patches (or steps of sound) of one unit, c channels.
 """
 
+from typing import Protocol
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -44,16 +46,46 @@ class Block(nn.Module):
 
 
 class Projector(nn.Module):
-    """Two linear layers from the features of one row to the model's width."""
+    """Two linear layers from the features of one row to the model's width, after a norm if asked for."""
 
-    def __init__(self, features: int, width: int):
+    def __init__(self, features: int, width: int, *, norm: bool = False):
         super().__init__()
+        self.norm = nn.LayerNorm(features) if norm else nn.Identity()
         self.first = nn.Linear(features, width)
         self.second = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [n, rows, features] -> [n * rows, e]."""
-        return self.second(nn.functional.gelu(self.first(x.flatten(0, 1))))
+        return self.second(nn.functional.gelu(self.first(self.norm(x.flatten(0, 1)))))
+
+
+class Kept(Protocol):
+    """Features of units that were encoded in an earlier step."""
+
+    def complete(self, features: Tensor) -> Tensor:
+        """features: [m, rows, c] of the units encoded now -> [n, rows, c] of all units."""
+
+
+class FeatureEncoder(nn.Module):
+    """An encoder in two parts that can be frozen, and its features kept, apart: features of units, and their projector.
+
+    `features` builds no graph when nothing that it uses trains.
+    """
+
+    projector: nn.Module
+
+    def features(self, x: Tensor) -> Tensor:
+        """x: units of one size, as `Encoder` says -> [n, rows, c]; n may be 0."""
+        raise NotImplementedError
+
+    def project(self, features: Tensor) -> Tensor:
+        """features: [n, rows, c] -> [n * rows, e], unit by unit."""
+        return self.projector(features)
+
+    def forward(self, x: Tensor, kept: Kept | None = None) -> Tensor:
+        """x: units of one size -> [n * rows, e], those of `kept` among them."""
+        features = self.features(x)
+        return self.project(features if kept is None else kept.complete(features))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

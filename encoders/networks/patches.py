@@ -6,10 +6,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from encoders.networks.layers import Block, Projector, initialise, sine_positions, wide
+from encoders.networks.layers import Block, FeatureEncoder, Projector, initialise, sine_positions, wide
 
 
-class PatchTransformer(nn.Module):
+class PatchTransformer(FeatureEncoder):
     """Patches -> blocks over one unit -> rows of merge x merge patches, projected to the model's width.
 
     frames: the axis of frames of a unit, (f,) for a video, () for an image, which has none
@@ -40,11 +40,11 @@ class PatchTransformer(nn.Module):
         side = self.patch * self.merge
         return torch.zeros(0, *self.frames, side, side, 3, dtype=torch.uint8, device=self.embed.weight.device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def features(self, x: Tensor) -> Tensor:
         """Encode units of one size.
 
         x: image [n, h, w, 3], video [n, f, h, w, 3] uint8
-        returns: [n * rows, e]  row by row of each unit's grid
+        returns: [n, rows, merge * merge * c]  row by row of each unit's grid
         """
         height, width = x.shape[-3:-1]
         dtype = self.embed.weight.dtype
@@ -53,7 +53,7 @@ class PatchTransformer(nn.Module):
         x = x + self._positions(height // self.patch, width // self.patch, x)
         for block in self.blocks:
             x = block(x)
-        return self.projector(rearrange(self.norm(x), "n (rows m) c -> n rows (m c)", m=self.merge**2))
+        return rearrange(self.norm(x), "n (rows m) c -> n rows (m c)", m=self.merge**2)
 
     def _patches(self, x: Tensor) -> Tensor:
         """x: [n, f, h, w, 3] -> [n, p, f * patch * patch * 3]; the patches of one row follow each other."""

@@ -20,15 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from encoders.networks.layers import Projector, initialise, wide
+from encoders.networks.layers import FeatureEncoder, Projector, initialise, wide
 
 
-class TimmVision(nn.Module):
+class TimmVision(FeatureEncoder):
     """Each frame through timm's model; the features of merge x merge places and all frames make one row.
 
     checkpoint: file with the weights of timm's model; empty draws them
     frames:     the axis of frames of a unit, (f,) for a video, () for an image, which has none
     """
+
+    projector: Projector
 
     def __init__(self, width: int, *, model: str, checkpoint: str, merge: int, frames: tuple[int, ...]):
         super().__init__()
@@ -37,29 +39,27 @@ class TimmVision(nn.Module):
         if checkpoint:
             load(self.backbone, checkpoint, left_out=unused(model))
         features = prod(frames) * merge**2 * self.backbone.num_features
-        self.norm = nn.LayerNorm(features)
-        self.projector = Projector(features, width)
+        self.projector = Projector(features, width, norm=True)
         initialise(self.projector, layers=1)
 
     def empty(self) -> Tensor:
         """Return a call's input of no units."""
         sides = smallest(self.model, stride(self.model) * self.merge)
-        return torch.zeros(0, *self.frames, *sides, 3, dtype=torch.uint8, device=self.norm.weight.device)
+        return torch.zeros(0, *self.frames, *sides, 3, dtype=torch.uint8, device=self.projector.first.weight.device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def features(self, x: Tensor) -> Tensor:
         """Encode units of one size.
 
         x: image [n, h, w, 3], video [n, f, h, w, 3] uint8
-        returns: [n * rows, e]  row by row of each unit's grid
+        returns: [n, rows, frames * merge * merge * c]  row by row of each unit's grid
         """
         rows, columns = places(self.model, *x.shape[-3:-1])
         units, frames, merge = len(x), prod(self.frames), self.merge
         # Not every timm model takes 0 pictures: encode a black one and keep none of it.
         x = x if units else x.new_zeros(1, *x.shape[1:])
         pixels = rearrange(x if x.dim() == 5 else x[:, None], "n f h w c -> (n f) c h w")
-        features = self._features(self._normalise(pixels), rows, columns)[: units * frames]
-        joined = rearrange(features, "(n f) (h a) (w b) c -> n (h w) (f a b c)", n=units, f=frames, a=merge, b=merge)
-        return self.projector(self.norm(joined))
+        features = self._map(self._normalise(pixels), rows, columns)[: units * frames]
+        return rearrange(features, "(n f) (h a) (w b) c -> n (h w) (f a b c)", n=units, f=frames, a=merge, b=merge)
 
     def _normalise(self, pixels: Tensor) -> Tensor:
         """pixels: [n, 3, h, w] uint8 -> the same in the weights' type, by the mean and deviation timm gives."""
@@ -67,10 +67,11 @@ class TimmVision(nn.Module):
             torch.tensor(self.backbone.pretrained_cfg[name], dtype=torch.float64, device=pixels.device)[:, None, None]
             for name in ("mean", "std")
         )
-        precise = wide(self.norm.weight.dtype)
-        return ((pixels.to(precise) / 255 - mean.to(precise)) / std.to(precise)).to(self.norm.weight.dtype)
+        dtype = self.projector.first.weight.dtype
+        precise = wide(dtype)
+        return ((pixels.to(precise) / 255 - mean.to(precise)) / std.to(precise)).to(dtype)
 
-    def _features(self, pixels: Tensor, rows: int, columns: int) -> Tensor:
+    def _map(self, pixels: Tensor, rows: int, columns: int) -> Tensor:
         """pixels: [n, 3, h, w] -> [n, rows, columns, features], without class and register tokens."""
         features = feature_map(self.backbone, pixels)
         return features if features.dim() == 4 else rearrange(features, "n (h w) c -> n h w c", h=rows, w=columns)

@@ -5,10 +5,10 @@ from einops import rearrange, reduce
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from encoders.networks.layers import Block, Projector, initialise, sine_positions
+from encoders.networks.layers import Block, FeatureEncoder, Projector, initialise, sine_positions
 
 
-class WindowTransformer(nn.Module):
+class WindowTransformer(FeatureEncoder):
     """Convolutions as Whisper's encoder has them, blocks over one window, means over the steps of a row, projector."""
 
     def __init__(
@@ -27,11 +27,11 @@ class WindowTransformer(nn.Module):
         """Return a call's input of no units."""
         return torch.zeros(0, self.bins, self.frames_per_row, device=self.first.weight.device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def features(self, x: Tensor) -> Tensor:
         """Encode windows of one size, each alone.
 
         x: [n, bins, frames]  log-mel after `finish`; frames make whole rows
-        returns: [n * rows, e]  in time order
+        returns: [n, rows, c]  in time order
         """
         x = x.to(self.first.weight.dtype)
         x = rearrange(gelu(self.second(gelu(self.first(x)))), "n c steps -> n steps c")
@@ -39,4 +39,4 @@ class WindowTransformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         steps = self.frames_per_row // 2
-        return self.projector(reduce(self.norm(x), "n (rows steps) c -> n rows c", "mean", steps=steps))
+        return reduce(self.norm(x), "n (rows steps) c -> n rows c", "mean", steps=steps)

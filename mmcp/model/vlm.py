@@ -1,5 +1,6 @@
 """The video-language model: text embedding and encoders make rows, the backbone reads them, the head scores labels."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,14 +59,15 @@ class VideoLM(nn.Module):
         self.backbone = backbone
         self.head = LMHead(width, vocabulary, std=std)
 
-    def encode(self, calls: list[tuple[str, Tensor]]) -> Tensor:
-        """Run the planned encoder calls: one (kind, input) each, inputs may hold 0 units. Returns [n_r, e]."""
-        rows = [self.encoders[kind](x) for kind, x in calls]
+    def encode(self, calls: Sequence[tuple]) -> Tensor:
+        """Run the planned encoder calls: (kind, input) or (kind, input, kept features). Returns [n_r, e].
+
+        Inputs may hold 0 units.
+        """
+        rows = [self.encoders[kind](*inputs) for kind, *inputs in calls]
         return torch.cat(rows) if rows else self.embedding.weight.new_zeros(0, self.embedding.weight.shape[1])
 
-    def forward(
-        self, row: RankRow, calls: list[tuple[str, Tensor]], exchange: RowExchange
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, row: RankRow, calls: Sequence[tuple], exchange: RowExchange) -> tuple[Tensor, Tensor, Tensor]:
         """Encode, route, interleave, run the backbone, score this rank's label rows.
 
         Returns the sum of the label rows' token losses (a scalar), in evaluation mode the most likely id of each [l],

@@ -10,6 +10,9 @@ from torch import Tensor
 from mmcp.sequence import TokenSequence
 from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.ranges import as_indices
+from mmcp.training.kept import KeptUnits, PartlyKept, Store
+
+NOTHING_KEPT = KeptUnits()
 
 
 class UnitEncoder(Protocol):
@@ -26,6 +29,7 @@ class MediaInputs:
     finish:     (raw log-mel [n, bins, frames], maximum of each window's clip [n]) -> features; Whisper's last step
     silence:    raw log-mel value of silence, the least there is
     reduce_max: element-wise maximum of a float32 tensor over the ranks that share a row
+    store:      keeps features of frozen encoders; None: they are not kept
     """
 
     def __init__(
@@ -36,12 +40,14 @@ class MediaInputs:
         silence: float,
         reduce_max: Callable[[Tensor], Tensor],
         device: torch.device,
+        store: Store | None = None,
     ):
         self.encoders = encoders
         self.finish = finish
         self.silence = silence
         self.reduce_max = reduce_max
         self.device = device
+        self.store = store
 
     def calls(
         self,
@@ -52,21 +58,41 @@ class MediaInputs:
         arrays: Mapping[int, np.ndarray],
         num_calls: Mapping[str, int],
         void: frozenset[int] = frozenset(),
-    ) -> list[tuple[str, Tensor]]:
+        kept: KeptUnits = NOTHING_KEPT,
+    ) -> list[tuple]:
         """Return this rank's encoder calls for one row, padded with empty ones to `num_calls` of each kind.
 
         arrays: by unit number; image [h, w, 3] and video [f, h, w, 3] uint8, audio [bins, frames] raw log10 mel power
         void:   documents whose labels do not count; what is missing of their media is blank
+        kept:   units whose features are there already, and keys of others
         """
-        arrays = {**self._blanks(sequence, plan, rank, arrays, void), **arrays}
-        maxima = self._clip_maxima(sequence, arrays) if num_calls.get("audio") else {}
-        calls = []
+        arrays = {**self._blanks(sequence, plan, rank, {**arrays, **kept.features}, void), **arrays}
+        maxima = self._clip_maxima(sequence, arrays, kept) if num_calls.get("audio") else {}
+        calls: list[tuple] = []
         for kind in sorted(num_calls):
             own = [as_indices(ranges).tolist() for call_kind, ranges in plan.calls[rank] if call_kind == kind]
             for i in range(num_calls[kind]):
-                x = self._stack(kind, own[i], sequence, arrays, maxima) if i < len(own) else self._empty(kind)
-                calls.append((kind, x))
+                units = own[i] if i < len(own) else []
+                missing = [unit for unit in units if unit not in kept.features]
+                x = self._stack(kind, missing, sequence, arrays, maxima) if missing else self._empty(kind)
+                calls.append((kind, x, *self._partly_kept(kind, units, arrays, kept)))
         return calls
+
+    def _partly_kept(
+        self, kind: str, units: list[int], arrays: Mapping[int, np.ndarray], kept: KeptUnits
+    ) -> tuple[PartlyKept, ...]:
+        """What completes and keeps the features of a call, if there is anything of the kind."""
+        if self.store is None or not any(unit in kept.features or unit in kept.keys for unit in units):
+            return ()
+        missing = [unit for unit in units if unit not in kept.features]
+        return (
+            PartlyKept(
+                kept=[kept.features.get(unit) for unit in units],
+                keys=[kept.keys.get(unit, "") for unit in missing],
+                loudest=[float(arrays[unit].max()) if kind == "audio" else 0.0 for unit in missing],
+                store=self.store,
+            ),
+        )
 
     def blank(self, unit_kind: str, size: tuple[int, ...]) -> np.ndarray:
         """Return a black picture or silence of a unit's size."""
@@ -105,16 +131,19 @@ class MediaInputs:
         loudest = torch.tensor([maxima[_clip(sequence, unit)] for unit in units], device=self.device)
         return self.finish(x, loudest)
 
-    def _clip_maxima(self, sequence: TokenSequence, arrays: Mapping[int, np.ndarray]) -> dict[tuple, float]:
+    def _clip_maxima(
+        self, sequence: TokenSequence, arrays: Mapping[int, np.ndarray], kept: KeptUnits
+    ) -> dict[tuple, float]:
         """Find the largest raw log-mel value of each sound track of the row, over all ranks."""
         audio = [unit for unit in range(len(sequence.units)) if sequence.unit_segment(unit).kind == "audio"]
         clips = list(dict.fromkeys(_clip(sequence, unit) for unit in audio))
         number = {clip: i for i, clip in enumerate(clips)}
         local = torch.full((len(clips),), self.silence, dtype=torch.float32)
         for unit in audio:
-            if unit in arrays:
+            if unit in arrays or unit in kept.features:
                 i = number[_clip(sequence, unit)]
-                local[i] = max(local[i].item(), float(arrays[unit].max()))
+                loudest = kept.loudest[unit] if unit in kept.features else float(arrays[unit].max())
+                local[i] = max(local[i].item(), loudest)
         return dict(zip(clips, self.reduce_max(local.to(self.device)).tolist(), strict=True))
 
 

@@ -1,6 +1,7 @@
 """AdamW on float32 master weights, with a learning rate that is a function of the step alone."""
 
 import math
+from collections.abc import Callable
 from typing import Annotated
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from mmcp.config import config
 
+RATE = "rate"  # key of an optimizer's group: its learning rate in units of that of the step
 _MASTER_TYPES = (torch.float32, torch.float64)
 Positive = Annotated[float, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -53,9 +55,10 @@ class OptimConfig:
         cosine = 0.5 * (1 + math.cos(math.pi * progress))
         return self.learning_rate * (self.min_rate_ratio + (1 - self.min_rate_ratio) * cosine)
 
-    def build(self, model: nn.Module) -> torch.optim.AdamW:
+    def build(self, model: nn.Module, *, rate_of: Callable[[str], float] = lambda name: 1.0) -> torch.optim.AdamW:
         """Make the optimizer of the parameters that are trained, the moments in their type.
 
+        rate_of: name of a parameter -> its learning rate, in units of `rate(step)`
         Raises ValueError for a parameter that is not float32 or float64: in bfloat16 most updates round to nothing.
         A model runs in bfloat16 by FSDP2's MixedPrecisionPolicy, whose sharded parameters are the float32 masters.
         """
@@ -68,12 +71,12 @@ class OptimConfig:
                 )
         if not trained:
             raise ValueError("no parameter is trained; set requires_grad on a part of the model")
-        matrices = [parameter for parameter in trained.values() if parameter.ndim >= 2]
-        vectors = [parameter for parameter in trained.values() if parameter.ndim < 2]
+        alike: dict[tuple[float, bool], list[nn.Parameter]] = {}
+        for name, parameter in trained.items():
+            alike.setdefault((rate_of(name), parameter.ndim >= 2), []).append(parameter)
         groups = [
-            {"params": parameters, "weight_decay": decay}
-            for parameters, decay in ((matrices, self.weight_decay), (vectors, 0.0))
-            if parameters
+            {"params": parameters, "weight_decay": self.weight_decay if is_matrix else 0.0, RATE: rate}
+            for (rate, is_matrix), parameters in alike.items()
         ]
         return torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
 
@@ -94,7 +97,7 @@ def apply_update(optimizer: torch.optim.Optimizer, optim: OptimConfig, step: int
         )
     nn.utils.clip_grads_with_norm_(parameters, optim.clip_norm, total)
     for group in optimizer.param_groups:
-        group["lr"] = optim.rate(step)
+        group["lr"] = optim.rate(step) * group.get(RATE, 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm

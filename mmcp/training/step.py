@@ -16,7 +16,8 @@ from mmcp.parallel.route import Router
 from mmcp.parallel.shard_batch import counted_labels, rank_row
 from mmcp.sequence import NO_LABEL, TokenSequence
 from mmcp.sharding.step import StepPlan
-from mmcp.training.media import MediaInputs, call_counts
+from mmcp.training.kept import KeptUnits
+from mmcp.training.media import NOTHING_KEPT, MediaInputs, call_counts
 
 STAGES = ("decode", "encode", "route", "backbone", "loss", "optimizer")
 
@@ -30,6 +31,8 @@ class StepWork:
     """By row number, then unit number: the units this rank encodes."""
     void: Mapping[int, frozenset[int]] = field(default_factory=dict)
     """By row number: documents that some rank could not read; the same on every rank."""
+    kept: Mapping[int, KeptUnits] = field(default_factory=dict)
+    """By row number: units whose features this rank kept from an earlier step, and keys to keep others under."""
 
     @property
     def label_tokens(self) -> int:
@@ -100,7 +103,7 @@ class MicroBatch:
     """Row number in the step; None for an empty row."""
     sequence: TokenSequence
     row: RankRow
-    calls: list[tuple[str, Tensor]]
+    calls: list[tuple]
     exchange: TimedExchange
 
 
@@ -135,7 +138,10 @@ class StepRunner:
             counts = call_counts(self.media.encoders, partial(plan.num_calls, micro_batch=m))
             positions = self.positions(sequence)
             row = rank_row(sequence, row_plan, rank=mesh.cp.index, positions=positions, device=self.device, void=void)
-            calls = self.media.calls(sequence, row_plan, rank=mesh.cp.index, arrays=arrays, num_calls=counts, void=void)
+            kept = NOTHING_KEPT if number is None else work.kept.get(number, NOTHING_KEPT)
+            calls = self.media.calls(
+                sequence, row_plan, rank=mesh.cp.index, arrays=arrays, num_calls=counts, void=void, kept=kept
+            )
             exchange = TimedExchange(Router(row_plan, mesh.cp, device=self.device), clock)
             yield MicroBatch(number, sequence, row, calls, exchange)
 

@@ -9,6 +9,7 @@ import torch
 from mmcp.config import config
 from mmcp.parallel.collectives import all_gather, all_reduce
 from mmcp.training.optim import OptimConfig, apply_update
+from mmcp.training.parts import PartsConfig
 from mmcp.training.status import Status, exchange_status
 from mmcp.training.step import STAGES, StageClock, StepRunner, StepWork
 
@@ -51,6 +52,11 @@ class LoadedStep:
     """Samples of the step that are seen or heard less finely than asked, and how; the same on every rank."""
 
 
+def never(_: str) -> bool:
+    """Stop for no message."""
+    return False
+
+
 OnStep = Callable[[dict[str, Any], LoadedStep], None]
 """Gets the metrics of a step that is done, and what it was made of; called on every rank."""
 
@@ -79,6 +85,7 @@ class Trainer:
     runner: StepRunner
     optimizer: torch.optim.Optimizer
     optim: OptimConfig
+    parts: PartsConfig
     settings: TrainConfig
     counters: Counters
     on_step: Sequence[OnStep]
@@ -89,6 +96,8 @@ class Trainer:
     """Mean token loss on held-out data."""
     stop_requested: Callable[[], bool]
     """Whether this process has been asked to stop."""
+    is_fatal: Callable[[str], bool] = never
+    """Whether a sample that could not be used for the reason given ends the run, strict or not."""
 
     def run(self, steps: Iterable[LoadedStep]) -> int:
         """Train on `steps`; return how many are done in all. Saves at the end and when asked to stop."""
@@ -124,8 +133,10 @@ class Trainer:
         for message in messages:
             counters.faults[message] = counters.faults.get(message, 0) + 1
         allowed = self.settings.max_lost_share * counters.documents
-        if messages and (self.settings.strict or counters.lost > max(1.0, allowed)):
+        is_fatal = any(map(self.is_fatal, messages))
+        if messages and (is_fatal or self.settings.strict or counters.lost > max(1.0, allowed)):
             limit = "train.strict is set" if self.settings.strict else f"{self.settings.max_lost_share:.0%} are allowed"
+            limit = "data.dead_worker is stop" if is_fatal else limit
             raise ValueError(
                 f"step {loaded.step}: {counters.lost} of {counters.documents} samples could not be used ({limit}): "
                 f"{'; '.join(messages)}; repair or remove them, or raise train.max_lost_share"
@@ -140,6 +151,7 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float64, device=runner.device)
         if total:
             loss_sum = runner.backward(work, clock)
+            self.parts.check_gradients(runner.model)
             clock.start()
             norm = apply_update(self.optimizer, self.optim, loaded.step)
             clock.mark("optimizer")

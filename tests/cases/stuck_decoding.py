@@ -1,5 +1,7 @@
 """A decoder that never comes back from some files; a worker imports it by name, so it stands apart from torch."""
 
+import os
+import signal
 import time
 
 from data_pipelines.decode_units import decode_units
@@ -9,4 +11,11 @@ def decode_but_hang_on_sound(kind, file, index, units, log_mel, needed):
     """Decode as ever, but never come back from a file without a picture."""
     if index is not None and index.video is None:
         time.sleep(10_000)
+    return decode_units(kind, file, index, units, log_mel, needed)
+
+
+def decode_but_die_of_sound(kind, file, index, units, log_mel, needed):
+    """Decode as ever, but crash on a file without a picture."""
+    if index is not None and index.video is None:
+        os.kill(os.getpid(), signal.SIGSEGV)
     return decode_units(kind, file, index, units, log_mel, needed)

@@ -4,6 +4,7 @@ python -m pytest tests/data_pipelines/test_manifest.py
 """
 
 import json
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipelines.manifest import Item, RowError, Sample, parse_line, read_lines
+from data_pipelines.view import WHOLE, read_view
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
 
@@ -78,6 +80,46 @@ def test_llava_conversations(folder):
     assert third[1] == (Item(kind="audio", media=str(folder / "d.wav")),)
 
 
+def test_messages_with_media_beside_them(folder):
+    texts = [{"role": "user", "content": "<image>then<video>"}, {"role": "assistant", "content": "red"}]
+    (sample,) = read(folder, {"messages": texts, "videos": ["a.mp4"], "images": ["c.png"]})
+    assert [(item.kind, item.text or Path(item.media).name) for item in sample.items] == [
+        ("image", "c.png"),
+        ("text", "then"),
+        ("video", "a.mp4"),
+        ("text", "red"),
+    ]
+
+
+def test_sharegpt(folder):
+    turns = [{"role": "human", "content": "<audio>hm?"}, {"from": "chatgpt", "value": "yes"}]
+    (sample,) = read(folder, {"system": "be brief", "audios": "d.wav", "conversations": turns})
+    assert [role for role, _ in sample.turns] == ["system", "user", "assistant"]
+    assert sample.turns[0][1][0].text == "be brief" and sample.items[1].kind == "audio"
+
+
+def test_options_of_qwens_items(folder):
+    options = {"video_start": 1.5, "video_end": "7/3", "fps": 0.1, "max_pixels": 50176, "min_pixels": 784.0}
+    counts = {"nframes": 8, "min_frames": 4, "max_frames": 16, "total_pixels": 10**6}
+    content = [{"type": "video", "video": "file://a.mp4", **options}, {"video": "b.mp4", **counts}, {"image": "c.png"}]
+    (sample,) = read(folder, {"messages": [{"role": "user", "content": content}]})
+    first, second, third = (item.view for item in sample.items)
+    assert (first.video_start, first.video_end, first.fps) == (Fraction(3, 2), Fraction(7, 3), Fraction(1, 10))
+    assert (first.max_pixels, first.min_pixels) == (50176, 784) and third == WHOLE
+    assert {name: getattr(second, name) for name in counts} == counts
+    assert [read_view("video", view.to_fields()) for view in (first, second)] == [first, second]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a b'\"[1]{0..2}*?.mp4", "-x.mp4", "new\nline.mp4", " .mp4", "%d.mp4", "\udcff\udcfe.mp4", "x" * 251 + ".mp4"],
+)
+def test_every_name_of_a_file(folder, name):
+    (folder / name).write_bytes(b"x")
+    (sample,) = read(folder, {"messages": [{"role": "user", "content": [{"type": "video", "video": name}]}]})
+    assert sample.items[0].media == str(folder / name)
+
+
 SAY = {"role": "user", "content": "hi"}
 WRONG = {
     "no object": ([1], "is a JSON list, not an object"),
@@ -94,8 +136,8 @@ WRONG = {
         "image item without the field 'image'",
     ),
     "option": (
-        {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4", "fps": 2}]}]},
-        "unknown field 'fps' in a video item",
+        {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4", "fsp": 2}]}]},
+        "unknown field 'fsp' in a video item",
     ),
     "audio flag": (
         {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4", "audio": 1}]}]},
@@ -105,7 +147,48 @@ WRONG = {
         {"messages": [{"role": "user", "content": [{"type": "video", "video": "gone.mp4"}]}]},
         "names the file 'gone.mp4', which is not there",
     ),
-    "field not read": ({"video": "a.mp4", "messages": [SAY]}, "which the form 'messages' does not read"),
+    "media beside": ({"video": "a.mp4", "messages": [SAY]}, "0 <video> marks for 1 file"),
+    "media beside and inside": (
+        {"video": "a.mp4", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
+        "content in message 0 that is no text",
+    ),
+    "address": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "https://x.org/a.png"}]}]},
+        "names 'https://x.org/a.png', which is an address or data",
+    ),
+    "data": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}
+            ]
+        },
+        "which is an address or data",
+    ),
+    "frames": (
+        {"messages": [{"role": "user", "content": [{"type": "video", "video": ["1.png", "2.png"]}]}]},
+        "a video that is a list of 2 frames",
+    ),
+    "height": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "c.png", "resized_height": 5}]}]},
+        "has the field 'resized_height' in a image item, which is not read; write max_pixels",
+    ),
+    "end": (
+        {"messages": [{"role": "user", "content": [{"video": "a.mp4", "video_start": 3, "video_end": 2}]}]},
+        "has video_end 2 not after video_start 3",
+    ),
+    "rate": (
+        {"messages": [{"role": "user", "content": [{"video": "a.mp4", "fps": "fast"}]}]},
+        "has fps 'fast', which is no number",
+    ),
+    "count": (
+        {"messages": [{"role": "user", "content": [{"video": "a.mp4", "nframes": 2.5}]}]},
+        "has nframes 2.5; use a whole number",
+    ),
+    "option of sound": (
+        {"messages": [{"role": "user", "content": [{"audio": "d.wav", "fps": 1}]}]},
+        "unknown field 'fps' in a audio item; known options: none",
+    ),
+    "system": ({"system": 3, "conversations": [{"from": "human", "value": "hi"}]}, "a field 'system' that is no text"),
     "more marks": (
         {"video": "a.mp4", "conversations": [{"from": "human", "value": "<video><video>"}]},
         "2 <video> marks for 1 file;",

@@ -4,6 +4,11 @@ python -m pytest tests/data_pipelines/test_prepare.py
 """
 
 import json
+import random
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +19,7 @@ from data_pipelines.examine import examine
 from data_pipelines.manifest import RowError, parse_line, read_lines
 from data_pipelines.media import MediaFile
 from data_pipelines.prepare import prepare
-from data_pipelines.shards import ShardSet
+from data_pipelines.shards import ShardSet, read_media
 from tests.data_pipelines.clips import read_number
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
@@ -146,7 +151,7 @@ def test_a_resume_does_not_check_finished_rows_again(tmp_path, monkeypatch):
         prepare(manifest, tmp_path / "out", shard_bytes=20_000, progress=kill)
     checked = []
     monkeypatch.setattr(
-        "data_pipelines.prepare.examine", lambda kind, file: checked.append(file) or examine(kind, file)
+        "data_pipelines.examine.examine", lambda kind, file: checked.append(file) or examine(kind, file)
     )
     prepare(manifest, tmp_path / "out", shard_bytes=20_000)
     assert not any("ref_4s" in file.path for file in checked)
@@ -188,3 +193,115 @@ def test_a_shard_that_was_cut_is_not_read(tmp_path):
     tar.write_bytes(tar.read_bytes()[:-5000])
     with pytest.raises(ValueError, match=r"shard-000000.tar' is not the one that .*index.json lists"):
         ShardSet.open(tmp_path / "out")
+
+
+def test_shards_do_not_depend_on_the_number_of_workers(tmp_path):
+    manifest = write(tmp_path, ROWS)
+    for workers in (0, 2):
+        prepare(manifest, tmp_path / f"by{workers}" / "out", shard_bytes=20_000, workers=workers)
+    alone, many = content(tmp_path / "by0" / "out"), content(tmp_path / "by2" / "out")
+    many["index.json"] = many["index.json"].replace(b"by2", b"by0")
+    assert many == alone
+
+
+PREPARE = """
+import sys
+from data_pipelines.prepare import prepare
+prepare(sys.argv[1], sys.argv[2], shard_bytes=20_000, workers=int(sys.argv[3]))
+"""
+
+
+def kill_and_resume(tmp_path: Path, *, kills: int, seed: int) -> int:
+    """Run prepare in a process of its own, kill it at random moments, then let it finish; return the kills it took."""
+    rng, rows = random.Random(seed), ROWS * 6
+    for row in rows[: len(ROWS)]:
+        rows += [{**row, "id": f"again {row['id']}"}]
+    manifest, out, done = write(tmp_path, rows), tmp_path / f"killed{seed}", 0
+    for _ in range(kills):
+        command = [sys.executable, "-c", PREPARE, str(manifest), str(out), str(rng.choice([0, 2]))]
+        process = subprocess.Popen(command, start_new_session=True, cwd=Path(__file__).parents[2])
+        deadline, target = time.monotonic() + 30, rng.randint(1, 12)
+        while process.poll() is None and time.monotonic() < deadline:
+            if len(list(out.glob("*"))) >= target:
+                time.sleep(rng.uniform(0, 0.05))
+                break
+            time.sleep(0.002)
+        done += process.poll() is None
+        process.kill()
+        process.wait()
+        if (out / "index.json").exists():
+            break
+    if not (out / "index.json").exists():
+        prepare(manifest, out, shard_bytes=20_000)
+    prepare(manifest, tmp_path / f"whole{seed}", shard_bytes=20_000)
+    killed, whole = content(out), content(tmp_path / f"whole{seed}")
+    whole["index.json"] = whole["index.json"].replace(b"whole", b"killed")
+    assert killed == whole
+    ids = [ShardSet.open(out).load(i)[0].row for i in range(len(ShardSet.open(out)))]
+    rejects = [json.loads(line)["row"] for line in (out / "rejects.jsonl").read_text().splitlines()]
+    assert sorted(ids + rejects) == list(range(1, len(rows) + 1))
+    return done
+
+
+def test_a_killed_prepare_ends_as_one_that_was_not(tmp_path):
+    assert kill_and_resume(tmp_path, kills=2, seed=0) >= 1
+
+
+@pytest.mark.full
+def test_prepare_killed_many_times_ends_as_one_that_was_not(tmp_path):
+    assert sum(kill_and_resume(tmp_path, kills=5, seed=seed) for seed in range(1, 5)) >= 8
+
+
+@pytest.mark.parametrize("parts", [2, 5])
+def test_parts_together_are_the_whole(tmp_path, parts):
+    manifest = write(tmp_path, ROWS)
+    prepare(manifest, tmp_path / "whole")
+    with pytest.raises(ValueError, match=f"part {parts + 1}/{parts} of 12 rows"):
+        prepare(manifest, tmp_path / "out", part=(parts + 1, parts))
+    for number in range(parts, 0, -1):
+        if number < parts:
+            with pytest.raises(ValueError, match="lacks part-0001-of"):
+                ShardSet.open(tmp_path / "out")
+        report = prepare(manifest, tmp_path / "out", part=(number, parts))
+        assert report.accepted + report.rejected == report.rows
+    whole, joined = ShardSet.open(tmp_path / "whole"), ShardSet.open(tmp_path / "out")
+    assert [joined.load(i)[0].row for i in range(len(joined))] == [whole.load(i)[0].row for i in range(len(whole))]
+    assert len({sample.key for sample in joined.samples}) == len(joined)
+
+
+def test_large_media_stay_outside_and_are_read_in_place(tmp_path):
+    size = (CASES / "ref_4s_30fps_aac.mp4").stat().st_size
+    prepare(write(tmp_path, ROWS), tmp_path / "out", outside_bytes=size)
+    shards = ShardSet.open(tmp_path / "out")
+    video = shards.load(0)[1]["00000000.video0.mp4"]
+    assert video.file == MediaFile(str(CASES / "ref_4s_30fps_aac.mp4"), 0, size)
+    assert (tmp_path / "out" / "shard-000000.tar").stat().st_size < size + 60_000
+    assert [read_number(p) for p in decode_frames(video.file, video.clip, [7, 100], (64, 96)).pixels] == [7, 100]
+
+
+def test_media_outside_that_changed_are_named(tmp_path):
+    shutil.copy(CASES / "ref_4s_noaudio.mp4", tmp_path / "a.mp4")
+    row = {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}
+    prepare(write(tmp_path, [row]), tmp_path / "out", outside_bytes=0)
+    shards = ShardSet.open(tmp_path / "out")
+    shards.load(0)
+    read_media.cache_clear()
+    (tmp_path / "a.mp4").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"a\.mp4: has 3 of the .* bytes it had when it was prepared"):
+        shards.load(0)
+    (tmp_path / "a.mp4").unlink()
+    with pytest.raises(ValueError, match=r"a\.mp4.*no such file"):
+        shards.load(0)
+
+
+def test_every_file_name_and_every_option_survives(tmp_path):
+    names = ["new\nline.mp4", "\udcff.mp4", "a'b\"[1]{0..2}.mp4"]
+    for name in names:
+        shutil.copy(CASES / "ref_4s_noaudio.mp4", tmp_path / name)
+    asked = {"video_start": 1, "video_end": "5/2", "fps": 2, "max_pixels": 5000}
+    rows = [{"messages": [{"role": "user", "content": [{"video": name, **asked}]}]} for name in [*names, "\udcfe.mp4"]]
+    assert prepare(write(tmp_path, rows), tmp_path / "out", workers=1).accepted == 3
+    shards = ShardSet.open(tmp_path / "out")
+    for number in range(3):
+        (item,) = shards.load(number)[0].items
+        assert item.view.to_fields() == {"video_start": "1", "video_end": "5/2", "fps": "2", "max_pixels": 5000}

@@ -4,12 +4,13 @@ python -m pytest tests/data_pipelines/test_sampler.py
 """
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipelines.sampler import Order, OrderState, permutation
+from data_pipelines.sampler import Order, OrderState, permutation, whole_weights
 
 
 @given(st.integers(0, 2**32), st.integers(1, 50), st.lists(st.integers(0, 40), max_size=8))
@@ -21,13 +22,40 @@ def test_every_sample_once_an_epoch_however_it_is_taken(seed, num_samples, count
         assert sorted(taken[start : start + num_samples]) == list(range(num_samples))
 
 
-@given(st.integers(0, 9), st.integers(1, 20), st.integers(0, 60), st.integers(0, 60))
-def test_a_resume_goes_on_where_it_stopped(seed, num_samples, before, after):
-    order = Order(seed, num_samples)
+SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=3)
+
+
+@given(st.integers(0, 9), SIZES, st.integers(0, 60), st.integers(0, 60), st.data())
+def test_a_resume_goes_on_where_it_stopped(seed, sizes, before, after, data):
+    weights = [data.draw(st.sampled_from([0.5, 1, 2, 2.5])) for _ in sizes]
+    order = Order(seed, sizes, weights)
     order.take(before)
-    resumed = Order(seed, num_samples)
-    resumed.restore(OrderState(**dataclasses.asdict(order.state)))
+    resumed = Order(seed, sizes, weights)
+    resumed.restore(OrderState.of(json.loads(json.dumps(dataclasses.asdict(order.state)))))
     assert resumed.take(after) == order.take(after)
+
+
+@given(st.integers(0, 9), SIZES, st.integers(1, 400), st.data())
+def test_sources_are_mixed_by_weight_and_each_is_permuted(seed, sizes, count, data):
+    weights = [data.draw(st.sampled_from([0.5, 1, 2, 7, 0.3])) for _ in sizes]
+    taken = Order(seed, sizes, weights).take(count)
+    first = 0
+    for i, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+        own = [number - first for number in taken if first <= number < first + size]
+        assert abs(len(own) - count * weight / sum(weights)) < len(sizes)
+        for start in range(0, len(own) - size + 1, size):
+            assert own[start : start + size] == permutation(seed, start // size, size, source=i).tolist()
+        first += size
+
+
+def test_unweighted_sources_are_drawn_by_their_sizes():
+    taken = Order(0, [3, 9]).take(12)
+    assert sorted(taken) == list(range(12))
+    assert whole_weights([0.5, 0.25, 1]) == (2, 1, 4)
+    with pytest.raises(ValueError, match="as uneven as"):
+        whole_weights([0.123457, 1])
+    with pytest.raises(ValueError, match="above 0"):
+        whole_weights([0, 1])
 
 
 def test_epochs_and_seeds_differ():
@@ -40,7 +68,7 @@ def test_the_order_is_pinned():
 
 
 def test_another_data_set_is_refused():
-    with pytest.raises(ValueError, match="has seed 0 and 5 samples, this run has seed 0 and 6"):
+    with pytest.raises(ValueError, match="has seed 0, 5 samples, this run has seed 0, 6 samples"):
         Order(0, 6).restore(Order(0, 5).state)
     with pytest.raises(ValueError, match="nothing to order"):
         Order(0, 0)

@@ -128,6 +128,12 @@ def test_a_row_in_json_names_its_media_by_field(tmp_path):
         shards.load(1)
 
 
+def test_side_files_of_other_systems_are_no_samples(tmp_path):
+    names = ["._x.txt", "__MACOSX/x.txt", ".DS_Store", "a/Thumbs.db", "a/desktop.ini", "a/@eaDir/x.txt", ".directory"]
+    index = index_tar(write_tar(tmp_path / "a.tar", [*((name, b"1") for name in names), ("x.txt", b"1")]))
+    assert list(index.samples) == ["x"] and index.problems == []
+
+
 def test_keys_and_fields():
     assert split_name("./a.b/c.d.E") == ("a.b/c", "d.e")
     assert split_name("plain.mp4") == ("plain", "mp4")

@@ -95,6 +95,19 @@ def test_a_failure_of_planning_reaches_the_consumer(pool):
         list(loader)
 
 
+def test_steps_before_a_failure_of_planning_are_handed_over(pool):
+    def prepare(step):
+        if step == 4:
+            raise ValueError("row 7: no such clip")
+        return None, [Job(step, "sample", worker_jobs.slow, (step,)) for _ in range(5)]
+
+    taken = []
+    loader = Loader(prepare, pool, steps=range(9), prefetch=1, lookahead=7)
+    with loader, pytest.raises(ValueError, match="row 7"):
+        taken.extend(len(loaded.results) for loaded in loader)
+    assert taken == [5] * 4
+
+
 def test_stopping_early_leaves_no_thread_and_no_descriptor():
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))

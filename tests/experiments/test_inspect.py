@@ -107,14 +107,12 @@ def test_a_run_that_stored_its_plan_needs_no_data(capsys, tmp_path, sources):
 
 
 def planned_step(folder: str):
-    from data_pipelines.sampler import Order
-    from data_pipelines.shards import ShardSet
     from experiments.pipeline import Pipeline
 
     settings = load(RunConfig, Path(folder) / "config.yaml")
-    shards, tokenizer = ShardSet.open(settings.data.train), settings.tokenizer.build()
+    shards, tokenizer = settings.data.open_train(), settings.tokenizer.build()
     pipeline = Pipeline(settings, tokenizer, shards, settings.planner(tokenizer.vocab_size))
-    return pipeline.plan(Order(settings.seed, len(shards)).take(settings.data.documents_per_step)).plan
+    return pipeline.plan(shards.order(settings.seed).take(settings.data.documents_per_step)).plan
 
 
 def test_tables_page_and_figure(capsys, tmp_path, sources):
@@ -168,4 +166,4 @@ def test_a_clip_too_long_for_the_budget_names_both_counts(capsys, sources):
     small = sources["clip"][0] + ".yaml"
     Path(small).write_text(DEMO.read_text().replace("tokens: 1024", "tokens: 64"))
     assert cli.main(["inspect", *sources["clip"], "--config", small]) == 1
-    assert "are needed at the coarsest setting, the budget allows 64" in capsys.readouterr().err
+    assert "are needed at the one setting, the budget allows 64" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from mmcp.parallel.mesh import Mesh, MeshConfig, build_mesh
 from mmcp.sequence import TokenSequence
 from mmcp.sharding.cost import Rates
 from mmcp.training.optim import OptimConfig
+from mmcp.training.parts import PartsConfig, part_of
 from mmcp.training.step import StageClock, StepRunner, StepWork
 from mmcp.training.train import Counters, LoadedStep, TrainConfig, Trainer
 
@@ -50,6 +51,7 @@ def drawn(seed: int, rows: list[list[str]]) -> list[TokenSequence]:
 
 
 ONE_RANK = MeshConfig()
+EVERYTHING = PartsConfig()
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Layout:
     strategy: str = "balanced"
     dtype: torch.dtype = torch.float64
     compute_dtype: torch.dtype | None = None
+    parts: PartsConfig = EVERYTHING
 
     def planner(self, model: ModelConfig) -> Planner:
         costs = cost_model(model, vocabulary=VOCABULARY, dtype=self.dtype, call_tokens=8, rates=Rates())
@@ -67,7 +70,13 @@ class Layout:
 
     def runner(self, model: ModelConfig, mesh: Mesh) -> StepRunner:
         return make_runner(
-            model, mesh, vocabulary=VOCABULARY, seed=0, dtype=self.dtype, compute_dtype=self.compute_dtype
+            model,
+            mesh,
+            vocabulary=VOCABULARY,
+            seed=0,
+            dtype=self.dtype,
+            compute_dtype=self.compute_dtype,
+            parts=self.parts,
         )
 
     def work(self, model: ModelConfig, rows: list[TokenSequence]) -> StepWork:
@@ -101,12 +110,15 @@ def train_case(
 ) -> Trained:
     """Train the tiny model with the real loop, one optimizer step for each list of rows."""
     runner = layout.runner(model, build_mesh(layout.mesh))
-    optimizer = torch.optim.SGD(runner.model.parameters()) if sgd else optim.build(runner.model)
+    rates = {name: layout.parts.rate(part_of(name)) for name, _ in runner.model.named_parameters()}
+    adamw = optim.build(runner.model, rate_of=rates.__getitem__)
+    optimizer = torch.optim.SGD(runner.model.parameters()) if sgd else adamw
     metrics: list[dict[str, Any]] = []
     trainer = Trainer(
         runner=runner,
         optimizer=optimizer,
         optim=optim,
+        parts=layout.parts,
         settings=TrainConfig(),
         counters=Counters(),
         on_step=(lambda found, _: metrics.append(found),),
