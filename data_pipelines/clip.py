@@ -16,7 +16,7 @@ from data_pipelines.media import MediaError
 from data_pipelines.parts import MediaPart, image_part, scene_lead, sound_part, video_part
 from data_pipelines.units import PictureRule, SoundRule
 from mmcp.config import config
-from mmcp.interleave import StampConfig, Track, interleave
+from mmcp.interleave import StampConfig, TimedText, Track, interleave
 from mmcp.sequence import Segment, TokenSequence
 
 R = TypeVar("R")
@@ -135,6 +135,7 @@ class _Layout:
         parts = {key: part for key, part in parts.items() if part.part.leaves}
         chain = Chain([part.part for part in parts.values()])
         words = sum(segment.num_tokens for _, segment in self._texts())
+        words += sum(len(caption.ids) for item in self.items for caption in self._captions(item))
         limit = self.config.budget.tokens
         if words + chain.least > limit:
             raise ValueError(_too_long(words, chain.least, self.config.budget))
@@ -234,7 +235,22 @@ class _Layout:
                     return [Segment(kind=kind, source=item.media, units=units)]
                 stream = getattr(self._clip(item), kind).stream
                 tracks.append(Track(kind=kind, source=item.media, stream=stream, units=units, stamped=kind == "video"))
-        return interleave(tracks, stamp=lambda time: self.encode(self.config.stamps.text(time)))
+        return interleave(
+            tracks,
+            stamp=lambda time: self.encode(self.config.stamps.text(time)),
+            captions=self._captions(item),
+        )
+
+    def _captions(self, item: Item) -> list[TimedText]:
+        """The captions shown during the part of the clip that is seen."""
+        start, end = item.view.video_start, item.view.video_end
+        shown = [
+            cue for cue in item.captions if (start is None or cue.end > start) and (end is None or cue.start < end)
+        ]
+        return [
+            TimedText(ids=tuple(self.encode(cue.text)), start=cue.start, end=cue.end, trained=item.train_captions)
+            for cue in shown
+        ]
 
     def _clip(self, item: Item) -> ClipIndex:
         clip = self.media[item.media].clip

@@ -10,13 +10,14 @@ of a frame = pts x time base - origin, exactly. Picture and sound share it.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
 from typing import Any
 
 import numpy as np
 
+from data_pipelines.columns import Column
 from mmcp.sequence import SAMPLE_RATE
 
 
@@ -41,18 +42,18 @@ class VideoTrack:
     stream: int
     codec: str
     time_base: Fraction
-    pts: np.ndarray
-    """[f] int64, strictly increasing: when frame f is shown, in ticks."""
+    pts: Column
+    """[f], strictly increasing: when frame f is shown, in ticks."""
     duration: int
     """Ticks for which the last frame is shown."""
-    packet: np.ndarray
-    """[f] int64: the packet that holds frame f."""
-    sizes: np.ndarray
-    """[p] int64: bytes of each packet, those without a frame of their own included."""
-    entry_packets: np.ndarray
-    """[k] int64, increasing: packets from which a decoder can start."""
-    entry_frames: np.ndarray
-    """[k] int64, not decreasing: the first frame that is exact when decoding starts at that packet."""
+    packet: Column
+    """[f]: the packet that holds frame f."""
+    sizes: Column
+    """[p]: bytes of each packet, those without a frame of their own included."""
+    entry_packets: Column
+    """[k], increasing: packets from which a decoder can start."""
+    entry_frames: Column
+    """[k], not decreasing: the first frame that is exact when decoding starts at that packet."""
     counted: bool
     """The file has no usable pts: frame f is the f-th picture that a decoder puts out, counted from an entry."""
     seekable: bool
@@ -63,10 +64,19 @@ class VideoTrack:
     """Width of a pixel / its height."""
     turn: tuple[bool, bool, bool]
     """What makes a decoded picture upright: transpose, then mirror left-right, then mirror top-bottom."""
+    pixels: str = "unknown"
+    """FFmpeg's name of the format of a decoded picture."""
+
+    def __post_init__(self):
+        _store_columns(self)
 
     @property
     def num_frames(self) -> int:
         return len(self.pts)
+
+    @property
+    def num_packets(self) -> int:
+        return len(self.sizes)
 
     @property
     def display(self) -> tuple[int, int]:
@@ -84,26 +94,52 @@ class VideoTrack:
         The entry must come before the frame both in the file and on the screen: a picture that follows a key frame in
         the file but precedes it on the screen may refer back across it.
         """
-        shown = np.searchsorted(self.entry_frames, frames, side="right")
-        stored = np.searchsorted(self.entry_packets, self.packet[frames], side="right")
-        return self.entry_packets[np.maximum(np.minimum(shown, stored) - 1, 0)]
+        shown = self.entry_frames.searchsorted(frames, side="right")
+        stored = self.entry_packets.searchsorted(self.packet[frames], side="right")
+        return self.entry_packets[np.maximum(np.minimum(shown, stored) - 1, self.entry_packets.first)]
 
     def stops(self, frames: np.ndarray) -> np.ndarray:
         """[n] int64: for each frame, the last packet needed for it + 1; the next entry where frames are counted."""
         if not self.counted:
             return self.packet[frames] + 1
-        following = np.searchsorted(self.entry_packets, self.starts(frames), side="right")
-        return np.append(self.entry_packets, len(self.sizes))[following]
+        following = self.entry_packets.searchsorted(self.starts(frames), side="right")
+        last = len(self.entry_packets) - 1
+        return np.where(following > last, self.num_packets, self.entry_packets[np.minimum(following, last)])
+
+    def frames_by_packet(self) -> tuple[int, np.ndarray]:
+        """The first packet that holds a frame known here, and [n] int32 from it on: frame of a packet, -1 for none."""
+        packets = np.asarray(self.packet)
+        first = int(packets.min())
+        frames = np.full(int(packets.max()) + 1 - first, -1, dtype=np.int32)
+        frames[packets - first] = np.arange(self.packet.first, len(self.packet), dtype=np.int32)
+        return first, frames
 
     def stamp(self, packet: int) -> int | None:
         """The pts of a packet; None when it holds no frame."""
-        frame = np.flatnonzero(self.packet == packet)
-        return int(self.pts[frame[0]]) if len(frame) else None
+        frame = self.packet.index(packet)
+        return None if frame is None else self.pts[frame]
 
     def find(self, pts: int) -> int | None:
         """The packet with this pts; None when there is none."""
-        frame = int(np.searchsorted(self.pts, pts))
-        return int(self.packet[frame]) if frame < len(self.pts) and self.pts[frame] == pts else None
+        frame = _place(self.pts, pts)
+        return None if frame is None else self.packet[frame]
+
+    def window(self, start: int, stop: int) -> "VideoTrack":
+        """What is needed to decode packets start..stop - 1; frames and packets keep their numbers."""
+        first, frames = self.frames_by_packet()
+        held = frames[max(0, start - first) : max(0, stop - first)]
+        held = held[held >= 0]
+        span = (int(held.min()), int(held.max()) + 1) if len(held) else (0, 1)
+        entries = self.entry_packets.searchsorted([start, stop], side="right")
+        entry_span = (max(0, int(entries[0]) - 1), min(len(self.entry_packets), int(entries[1]) + 1))
+        return replace(
+            self,
+            pts=self.pts.window(*span),
+            packet=self.packet.window(*span),
+            sizes=Column.of(np.zeros(self.num_packets, dtype=np.int64)),
+            entry_packets=self.entry_packets.window(*entry_span),
+            entry_frames=self.entry_frames.window(*entry_span),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -119,30 +155,42 @@ class AudioTrack:
     layout: str
     start: Fraction
     """Time on the file's timeline of the first sample that is heard, encoder delay left out, in seconds."""
-    pts: np.ndarray
-    """[p] int64: pts of each packet, in ticks."""
-    position: np.ndarray
-    """[p] int64: position of the first sample of the packet that is heard."""
-    count: np.ndarray
-    """[p] int64: samples of the packet that are heard; 0 for encoder delay."""
+    pts: Column
+    """[p]: pts of each packet, in ticks."""
+    position: Column
+    """[p]: position of the first sample of the packet that is heard."""
+    count: Column
+    """[p]: samples of the packet that are heard; 0 for encoder delay."""
     exact: bool
     """Positions are exact to the sample; otherwise decoding has to count from the start of the file."""
     seekable: bool
     """Packets can be found again by pts after a seek; otherwise they are counted from the start of the file."""
 
+    num_samples: int = 0
+    """Samples at the track's own rate, gaps included; 0: up to the end of the last packet."""
+
+    def __post_init__(self):
+        _store_columns(self)
+        if not self.num_samples:
+            ends = np.asarray(self.position) + np.asarray(self.count)
+            object.__setattr__(self, "num_samples", int(ends.max(initial=0)))
+
     @property
-    def num_samples(self) -> int:
-        """Samples at the track's own rate, gaps included."""
-        return int((self.position + self.count).max(initial=0))
+    def num_packets(self) -> int:
+        return len(self.pts)
 
     def stamp(self, packet: int) -> int | None:
         """The pts of a packet."""
-        return int(self.pts[packet])
+        return self.pts[packet]
 
     def find(self, pts: int) -> int | None:
         """The packet with this pts; None when there is none."""
-        packet = int(np.searchsorted(self.pts, pts))
-        return packet if packet < len(self.pts) and self.pts[packet] == pts else None
+        return _place(self.pts, pts)
+
+    def window(self, start: int, stop: int) -> "AudioTrack":
+        """What is needed to decode packets start..stop - 1, under their numbers."""
+        columns = {name: getattr(self, name).window(start, stop) for name in ("pts", "position", "count")}
+        return replace(self, **columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -169,14 +217,20 @@ class ClipIndex:
     def frame_time(self, frame: int) -> Fraction:
         """Seconds on the clip's clock at which frame number `frame` is shown."""
         assert self.video is not None, "a file without pictures has no frames"
-        return int(self.video.pts[frame]) * self.video.time_base - self.origin
+        return self.video.pts[frame] * self.video.time_base - self.origin
+
+    def frame_at(self, time: Fraction) -> int:
+        """Number of the frame that a player shows at a time; the first one before it begins, the last after it ends."""
+        assert self.video is not None, "a file without pictures has no frames"
+        shown = self.video.pts.searchsorted((time + self.origin) // self.video.time_base, side="right")
+        return max(0, int(shown) - 1)
 
     @property
     def video_end(self) -> Fraction:
         """Seconds at which the last frame is no longer shown; 0 without pictures."""
         if self.video is None:
             return Fraction(0)
-        return (int(self.video.pts[-1]) + self.video.duration) * self.video.time_base - self.origin
+        return (self.video.pts[-1] + self.video.duration) * self.video.time_base - self.origin
 
     @property
     def audio_samples(self) -> tuple[int, int]:
@@ -226,46 +280,41 @@ class ClipIndex:
         )
 
 
+def _store_columns(track: "VideoTrack | AudioTrack") -> None:
+    """Make columns of a new track's arrays."""
+    for name, field in track.__dataclass_fields__.items():
+        if field.type is Column:
+            object.__setattr__(track, name, Column.of(getattr(track, name)))
+
+
+def _place(column: Column, value: int) -> int | None:
+    """Where a value stands in an increasing column; None when it does not."""
+    at = int(column.searchsorted(value))
+    return at if at < len(column) and column[at] == value else None
+
+
 def _fields(record: StreamInfo | VideoTrack | AudioTrack) -> dict:
-    """The fields of a record as JSON values."""
-    return {name: _to_value(getattr(record, name)) for name in record.__dataclass_fields__}
+    """The fields of a record as JSON values; those that follow from others are left out."""
+    stored = (name for name in record.__dataclass_fields__ if name != "num_samples")
+    return {name: _to_value(getattr(record, name)) for name in stored}
 
 
 def _values(kind: type[StreamInfo | VideoTrack | AudioTrack], data: dict) -> dict:
     """The fields of a record of `kind` from JSON values."""
-    return {name: _from_value(field.type, data[name]) for name, field in kind.__dataclass_fields__.items()}
+    return {name: _from_value(kind.__dataclass_fields__[name].type, value) for name, value in data.items()}
 
 
 def _to_value(value: object) -> object:
-    if isinstance(value, np.ndarray):
-        return _compress(value)
+    if isinstance(value, Column):
+        return value.to_json()
     if isinstance(value, Fraction):
         return str(value)
     return list(value) if isinstance(value, tuple) else value
 
 
 def _from_value(kind: object, value: Any) -> object:
-    if kind is np.ndarray:
-        return _expand(value)
+    if kind is Column:
+        return Column.from_json(value)
     if kind is Fraction:
         return Fraction(value)
     return tuple(value) if isinstance(value, list) else value
-
-
-def _compress(values: np.ndarray) -> dict:
-    """Runs of equal differences where these are shorter: 0 512 1024 1536 -> {"first": 0, "runs": [[512, 3]]}."""
-    if len(values) < 2:
-        return {"values": values.tolist()}
-    steps = np.diff(values)
-    starts = np.flatnonzero(np.diff(steps, prepend=steps[0] - 1))
-    if 2 * len(starts) > len(values):
-        return {"values": values.tolist()}
-    counts = np.diff(starts, append=len(steps))
-    return {"first": int(values[0]), "runs": np.stack([steps[starts], counts], axis=1).tolist()}
-
-
-def _expand(data: dict) -> np.ndarray:
-    if "values" in data:
-        return np.array(data["values"], dtype=np.int64)
-    runs = np.array(data["runs"], dtype=np.int64)
-    return np.cumsum(np.concatenate([[data["first"]], np.repeat(runs[:, 0], runs[:, 1])]))

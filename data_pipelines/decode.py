@@ -21,6 +21,8 @@ from data_pipelines.track_reader import TrackReader
 
 BACKGROUND = 255  # white, as a page
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
+SKIP_UNREFERRED = ("h264", "hevc", "mpeg1video", "mpeg2video", "mpeg4")
+"""Codecs whose decoders can be told, packet by packet, to leave out a picture that no other refers to."""
 FILTER = (
     Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT | Interpolation.BITEXACT
 )  # fmt: skip
@@ -36,6 +38,22 @@ class Frames:
     """Packets that went through the decoder."""
     damaged: tuple[int, ...]
     """Frames among those asked for that the decoder had to repair, because the file's bytes are wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameNumbers:
+    """Which frame a packet holds."""
+
+    first: int
+    """The first packet that holds a frame."""
+    frames: np.ndarray
+    """[n] int32: the frame of each packet from it on; -1 for none."""
+
+    def of(self, packet: int) -> int | None:
+        """The frame of a packet; None when it holds none."""
+        at = packet - self.first
+        frame = int(self.frames[at]) if 0 <= at < len(self.frames) else -1
+        return frame if frame >= 0 else None
 
 
 @dataclass(slots=True)
@@ -62,12 +80,12 @@ def decode_frames(source: str | MediaFile, index: ClipIndex, frames: Sequence[in
     row_of = {int(frame): row for row, frame in enumerate(wanted)}
     damaged, num_decoded = [], 0
     with open_container(source) as container:
-        reader = TrackReader(container, track, str(source))
+        reader, numbers = TrackReader(container, track, str(source)), FrameNumbers(*track.frames_by_packet())
         convert = Upright(track.turn, size)
         for run in _runs(track, wanted):
             num_decoded += run.stop - run.start
             missing = set(run.frames)
-            for number, picture in _pictures(reader, track, run):
+            for number, picture in _pictures(reader, track, numbers, run):
                 if number in missing:
                     missing.remove(number)
                     distinct[row_of[number]] = convert(picture)
@@ -97,24 +115,28 @@ def _runs(track: VideoTrack, wanted: np.ndarray) -> list[Run]:
     return runs
 
 
-def _pictures(reader: TrackReader, track: VideoTrack, run: Run) -> Iterator[tuple[int, av.VideoFrame]]:
+def _pictures(
+    reader: TrackReader, track: VideoTrack, numbers: FrameNumbers, run: Run
+) -> Iterator[tuple[int, av.VideoFrame]]:
     """Yield (frame number, picture) of a run.
 
     Each packet carries its frame's number through the decoder in place of its pts, so that no container's or
-    decoder's idea of time can mix frames up. Counted tracks number what comes out.
+    decoder's idea of time can mix frames up. Counted tracks number what comes out. Pictures that are neither wanted nor
+    referred to by others are left out by the decoder, which changes no bit of those wanted.
     """
-    frame_of = np.full(len(track.sizes), -1, dtype=np.int64)
-    frame_of[track.packet] = np.arange(track.num_frames)
     reader.go_to(run.start)
-    decoder = reader.decoder
+    decoder, wanted = reader.decoder, frozenset(run.frames)
+    may_skip = track.codec in SKIP_UNREFERRED and not track.counted
     decoder.flush_buffers()
-    counted = int(track.entry_frames[np.searchsorted(track.entry_packets, run.start)])
+    counted = track.entry_frames[int(track.entry_packets.searchsorted(run.start))]
     for number in range(run.start, run.stop + 1):
         packet = None
         if number < run.stop:
             packet = reader.read()
-            packet.pts = int(frame_of[number]) if frame_of[number] >= 0 else None
-            packet.dts = None
+            frame = numbers.of(number)
+            packet.pts, packet.dts = frame, None
+            if may_skip:
+                decoder.skip_frame = "DEFAULT" if frame is None or frame in wanted else "NONREF"
         try:
             pictures = decoder.decode(packet)
         except av.error.FFmpegError:

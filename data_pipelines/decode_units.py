@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from data_pipelines.container import ClipIndex
-from data_pipelines.decode import decode_frames, decode_image
+from data_pipelines.decode import decode_image
+from data_pipelines.decord_frames import BACKENDS
 from data_pipelines.media import MediaFile
 from data_pipelines.slow_sound import averaged_mel
-from data_pipelines.sound import decode_audio
+from data_pipelines.sound import decode_audio, packets_needed
 from mmcp.sequence import HOP, Unit
 
 SOUND_RUN = 64  # windows decoded at once: a minute of one-second windows, 4 MB of samples
@@ -24,10 +26,19 @@ Needed = Callable[..., tuple[int, int]]
 
 
 def decode_units(
-    kind: str, file: MediaFile, index: ClipIndex | None, units: Sequence[Unit], log_mel: LogMel, needed: Needed
+    kind: str,
+    file: MediaFile,
+    index: ClipIndex | None,
+    units: Sequence[Unit],
+    log_mel: LogMel,
+    needed: Needed,
+    *,
+    backend: str = "pyav",
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
     """Decode units of one kind from one file, in order.
 
+    index:   of the file, or an excerpt of it
+    backend: reads the pictures of a video; what `backend_for` says of the whole index
     Returns a header {"seconds", "frames", "notes"} (seconds spent, video frames decoded, damage found) and an array per
     unit: image [h, w, 3] and video [f, h, w, 3] uint8, audio [bins, frames] float32.
     Raises MediaError for a file that cannot be read.
@@ -39,18 +50,39 @@ def decode_units(
     else:
         assert index is not None, f"{file}: {kind} is decoded by its index"
         if kind == "video":
-            arrays, frames, notes = _video(file, index, units)
+            arrays, frames, notes = _video(file, index, units, backend)
         else:
             arrays, notes = _sound(file, index, units, log_mel, needed)
     return {"seconds": time.perf_counter() - began, "frames": frames, "notes": notes}, arrays
 
 
-def _video(file: MediaFile, index: ClipIndex, units: Sequence[Unit]) -> tuple[list[np.ndarray], int, list[str]]:
+def excerpt(kind: str, index: ClipIndex, units: Sequence[Unit], needed: Needed) -> ClipIndex:
+    """What of an index `decode_units` needs for some units of one track: the other track and other stretches go.
+
+    An hour's index is a megabyte; a job travels to its worker with a few kilobytes of it.
+    """
+    if kind == "video":
+        assert index.video is not None, "a clip without pictures has no frame groups"
+        start, stop = min(unit.decode[0] for unit in units), max(unit.decode[1] for unit in units)
+        return replace(index, video=index.video.window(start, stop), audio=None)
+    assert index.audio is not None, "a clip without sound has no windows"
+    begin, end = index.audio_samples
+    spans = [
+        needed(unit.items[0] - begin, end - begin, frames=max(unit.size[0], (unit.items[1] - unit.items[0]) // HOP))
+        for unit in units
+    ]
+    low, high = min(low for low, _ in spans), max(high for _, high in spans)
+    return replace(index, video=None, audio=index.audio.window(*packets_needed(index.audio, low, high)))
+
+
+def _video(
+    file: MediaFile, index: ClipIndex, units: Sequence[Unit], backend: str
+) -> tuple[list[np.ndarray], int, list[str]]:
     arrays, decoded, notes = [], 0, []
     for size, run in groupby(units, key=lambda unit: unit.size[1:]):
         group = list(run)
         wanted = sorted({frame for unit in group for frame in unit.items})
-        found = decode_frames(file, index, wanted, size)
+        found = BACKENDS[backend](file, index, wanted, size)
         place = {frame: i for i, frame in enumerate(wanted)}
         arrays += [found.pixels[[place[frame] for frame in unit.items]] for unit in group]
         decoded += found.num_decoded

@@ -80,7 +80,7 @@ def _stream_info(stream: av.stream.Stream) -> StreamInfo:
 
 def _origin(format_name: str, video: VideoTrack | None, audio: AudioTrack | None) -> Fraction:
     """Time 0 of the clip on the file's own timeline; the module's docstring of container.py has the rule."""
-    starts = [] if video is None else [int(video.pts[0]) * video.time_base]
+    starts = [] if video is None else [video.pts[0] * video.time_base]
     starts += [] if audio is None else [audio.start]
     earliest = min(starts, default=Fraction(0))
     has_zero = format_name not in FREE_RUNNING and 0 <= earliest <= LATEST_START

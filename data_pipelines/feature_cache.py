@@ -194,23 +194,27 @@ def decode_missing(
     units: Sequence[Unit],
     log_mel: LogMel,
     needed: Needed,
+    *,
+    backend: str = "pyav",
 ) -> Reply:
     """Read the features of units that are kept and decode the others; runs in a decode worker.
 
-    cache: folder and most bytes
+    cache:   folder and most bytes
+    backend: reads the pictures of a video; its pixels are its own, so it is part of the keys
     Returns decode_units' header with {"keys": [...], "loudest": [...]}: for each unit the key to store its features
     under, "" for one whose array is its kept features; and an array per unit.
     """
     store = FeatureCache(*cache)
     before = file_state(file)
     content = file_digest(file, store.folder)
+    encoder = f"{encoder} by {backend}"
     keys = [unit_key(content, encoder, kind=kind, stream=stream, unit=unit, index=index, sound=sound) for unit in units]
     kept = [store.read(key) for key in keys]
     missing = [unit for unit, found in zip(units, kept, strict=True) if found is None]
     header: dict[str, Any] = {"seconds": 0.0, "frames": 0, "notes": []}
     decoded: list[np.ndarray] = []
     if missing:
-        header, decoded = decode_units(kind, file, index, missing, log_mel, needed)
+        header, decoded = decode_units(kind, file, index, missing, log_mel, needed, backend=backend)
     is_same = file_state(file) == before
     rest = iter(decoded)
     arrays = [next(rest) if found is None else found.features for found in kept]

@@ -14,8 +14,9 @@
 Text is data: only where media stand beside the conversation, or in `conversations`, do the marks <video>, <image> and
 <audio> stand for media, in the order of the row's fields video(s), image(s) and audio(s). Paths are relative to the
 manifest's folder; `file://` before one is left out, addresses are refused. Options of items are those of
-`data_pipelines.view`. Lone surrogates in text, which no tokenizer can encode, become U+FFFD and are counted; in names
-of files they stand for bytes that are not UTF-8, as Python writes them.
+`data_pipelines.view`. `captions` of a video or audio item names a subtitle file, or is true for the text stream inside
+the media file; with `"train_captions": true` its words are trained. Lone surrogates in text, which no tokenizer can
+encode, become U+FFFD and are counted; in names of files they stand for bytes that are not UTF-8, as Python writes them.
 """
 
 import json
@@ -25,7 +26,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_pipelines.demux import read_index
 from data_pipelines.examine import MEDIA_KINDS
+from data_pipelines.media import MediaError, MediaFile
+from data_pipelines.timed_text import Cue, read_cues, read_embedded_cues
 from data_pipelines.view import WHOLE, View, read_view
 
 ROLES = ("system", "user", "assistant")
@@ -36,6 +40,7 @@ LLAVA_ROLES = {
 }
 ADDRESS = re.compile("[a-zA-Z][a-zA-Z0-9+.-]+:")
 MARKS = re.compile(f"<({'|'.join(MEDIA_KINDS)})>")
+CAPTION_FIELDS = ("captions", "train_captions")
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Resolve = Callable[[str], str]
@@ -54,6 +59,10 @@ class Item:
     """Video: whether the sound of the file is used, when it has any."""
     view: View = WHOLE
     """Which stretch of the file, and how finely."""
+    captions: tuple[Cue, ...] = ()
+    """Video and audio: words at their times."""
+    train_captions: bool = False
+    """Whether the captions are trained; otherwise they are given, as a question is."""
 
 
 Turn = tuple[str, tuple[Item, ...]]
@@ -235,12 +244,32 @@ def _content_item(part: object, number: int, resolve: Resolve) -> Item:
     audio = part.get("audio", True) if kind == "video" else True
     if not isinstance(audio, bool):
         raise _Wrong(f"has audio {audio!r} in a video item; use true or false")
-    options = {name: value for name, value in part.items() if name not in ("type", kind, "audio")}
+    own = ("type", kind, *(("audio",) if kind == "video" else ()), *(CAPTION_FIELDS if kind != "image" else ()))
+    options = {name: value for name, value in part.items() if name not in own}
     try:
         view = read_view(kind, options)
     except ValueError as error:
         raise _Wrong(str(error)) from None
-    return Item(kind=kind, media=resolve(value), audio=audio, view=view)
+    media = resolve(value)
+    captions, train = _captions(part, kind, media, resolve) if kind != "image" else ((), False)
+    return Item(kind=kind, media=media, audio=audio, view=view, captions=captions, train_captions=train)
+
+
+def _captions(part: dict, kind: str, media: str, resolve: Resolve) -> tuple[tuple[Cue, ...], bool]:
+    """Read the captions that an item names, and whether they are trained."""
+    source, train = part.get("captions", False), part.get("train_captions", False)
+    if not isinstance(source, str | bool) or not isinstance(train, bool):
+        raise _Wrong(
+            f"has captions {source!r} and train_captions {train!r} in a {kind} item; "
+            "captions is a path, or true for the text stream inside the file; train_captions is true or false"
+        )
+    if not source:
+        return (), train
+    file = MediaFile(media if source is True else resolve(source))
+    try:
+        return (read_embedded_cues(file, read_index(file)) if source is True else read_cues(file)), train
+    except MediaError as error:
+        raise _Wrong(f"has captions that cannot be used: {error.reason}", file=error.path) from None
 
 
 def _image_url(part: dict, number: int) -> dict:

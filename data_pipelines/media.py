@@ -120,7 +120,7 @@ def open_container(source: MediaFile) -> Iterator[av.container.InputContainer]:
             yield container  # type: ignore[misc]  # opened for reading
 
 
-def demux(container: av.container.InputContainer, *streams: av.VideoStream | av.AudioStream) -> Iterator[av.Packet]:
+def demux(container: av.container.InputContainer, *streams: av.stream.Stream) -> Iterator[av.Packet]:
     """Yield the packets of some streams; at the end of each, one without size or time.
 
     Broadcasts begin new streams in the middle. PyAV fails on their packets, which are not asked for; reading goes on.

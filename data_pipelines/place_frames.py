@@ -16,16 +16,17 @@ from fractions import Fraction
 import av
 import numpy as np
 
+from data_pipelines.columns import Column
 from data_pipelines.container import VideoTrack
 from data_pipelines.keyframes import CLOSED, OPEN
-from data_pipelines.packets import JUMP_BACK, Packets, continued
+from data_pipelines.packets import JUMP_BACK, NO_TIME, Packets, continued
 
 WITHOUT_PTS = ("avi", "h264", "hevc", "m4v", "mpegvideo", "vc1", "obu")  # formats that store no pts
 
 
 def place_frames(stream: av.VideoStream, format_name: str, packets: Packets, notes: list[str]) -> VideoTrack | None:
     """Number the frames; None when there is none."""
-    usable = np.flatnonzero(_decodable(packets, notes))
+    usable = np.flatnonzero(_decodable(packets, notes)).astype(np.int32)
     if not len(usable) or packets.first is None:
         return None
     nominal = stream.average_rate or stream.guessed_rate or Fraction(25)
@@ -42,17 +43,18 @@ def place_frames(stream: av.VideoStream, format_name: str, packets: Packets, not
         stream=stream.index,
         codec=stream.codec_context.codec.canonical_name,
         time_base=base,
-        pts=times.pts[lost:],
-        duration=packets.duration[times.packet[-1]] or tick,
-        packet=times.packet[lost:],
-        sizes=np.array(packets.size, dtype=np.int64),
-        entry_packets=entry_packets,
-        entry_frames=np.maximum(entry_frames - lost, 0),
+        pts=Column.of(times.pts[lost:]),
+        duration=packets.duration[int(times.packet[-1])] or tick,
+        packet=Column.of(times.packet[lost:]),
+        sizes=packets.size,
+        entry_packets=Column.of(entry_packets),
+        entry_frames=Column.of(np.maximum(entry_frames - lost, 0)),
         counted=times.counted,
         seekable=not times.note,
         coded=(packets.first.height, packets.first.width),
         aspect=Fraction(stream.sample_aspect_ratio or 1),
         turn=_turn(packets.first),
+        pixels=packets.first.format.name,
     )
 
 
@@ -73,34 +75,35 @@ def _display_times(
 
     usable: [f]  packets that hold a frame, in the order of the file
     """
-    pts, dts = ([times[i] for i in usable] for times in (packets.pts, packets.dts))
+    shown, dts = packets.pts[usable], packets.dts[usable]
     steady = continued(dts, tick, round(JUMP_BACK / (stream.time_base or 1)))
-    shifts = [0 if time is None else after - time for time, after in zip(dts, steady, strict=True)]
-    shown = [None if time is None else time + shift for time, shift in zip(pts, shifts, strict=True)]
+    missing = shown == NO_TIME
+    shifts = np.where(dts == NO_TIME, 0, steady - dts) if steady is not dts else 0
+    shown += shifts
     reorders = bool(stream.codec_context.has_b_frames)
     derived = format_name in WITHOUT_PTS and reorders
     wrong = derived and stream.codec_context.codec.canonical_name in ("h264", "hevc")  # FFmpeg guesses these pts
-    if wrong or None in shown or len(set(shown)) != len(shown):
+    order = np.argsort(shown, kind="stable").astype(np.int32)
+    shown = shown[order]
+    if wrong or missing.any() or (shown[1:] == shown[:-1]).any():
         how = "in the order the decoder puts them out" if reorders else "in the order of the file"
         note = f"video: missing or repeated time stamps; frames are numbered {how}"
         return DisplayTimes(_spread(steady), usable, reorders, note)
-    times = np.array(shown, dtype=np.int64)
-    order = np.argsort(times)
     if derived:
         note = "video: the format stores no display times; frames are shown at the ticks of the file"
         return DisplayTimes(_spread(steady), usable[order], False, note)
-    note = "video: time stamps jump back; what follows is shown after what came before" if any(shifts) else ""
-    return DisplayTimes(times[order], usable[order], False, note)
+    note = "video: time stamps jump back; what follows is shown after what came before" if np.any(shifts) else ""
+    return DisplayTimes(shown, usable[order], False, note)
 
 
 def _decodable(packets: Packets, notes: list[str]) -> np.ndarray:
     """[p] bool: packets that give a frame, those before the first key frame left out."""
-    shown = np.array(packets.shown, dtype=bool)
-    marked = [i for i, entry in enumerate(packets.entry) if entry is not None]
-    before = int(shown[: marked[0]].sum()) if marked else 0
+    shown = np.asarray(packets.shown, dtype=bool)
+    first = min(packets.entries, default=0)
+    before = int(shown[:first].sum())
     if before:
         notes.append(f"video: {before} frames before the first key frame cannot be decoded; left out")
-        shown[: marked[0]] = False
+        shown[:first] = False
     return shown
 
 
@@ -111,14 +114,14 @@ def _entries(packets: Packets, packet: np.ndarray, counted: bool) -> tuple[np.nd
     returns the entry packets [k], and for each the first frame that is exact [k].
     The first key frame of a file is always an entry; others must be safe, and closed where frames are only counted.
     """
-    frame_of = np.full(len(packets.size), len(packet))
-    frame_of[packet] = np.arange(len(packet))
+    frame_of = np.full(packets.num_packets, len(packet), dtype=np.int32)
+    frame_of[packet] = np.arange(len(packet), dtype=np.int32)
     earliest_from = np.minimum.accumulate(frame_of[::-1])[::-1]  # [p] first frame stored at or after each packet
     entry_packets: list[int] = []
     entry_frames: list[int] = []
-    for i, kind in enumerate(packets.entry):
+    for i, kind in packets.entries.items():
         safe = kind == CLOSED or (kind == OPEN and not counted)
-        if kind is None or earliest_from[i] == len(packet) or (entry_packets and not safe):
+        if earliest_from[i] == len(packet) or (entry_packets and not safe):
             continue
         entry_packets.append(i)
         hidden = frame_of[i] == len(packet)
@@ -128,10 +131,10 @@ def _entries(packets: Packets, packet: np.ndarray, counted: bool) -> tuple[np.nd
     return np.array(entry_packets, dtype=np.int64), np.array(entry_frames, dtype=np.int64)
 
 
-def _spread(times: list[int]) -> np.ndarray:
+def _spread(times: np.ndarray) -> np.ndarray:
     """[f] int64: the times sorted, equal ones moved apart by single ticks."""
     steps = np.arange(len(times))
-    return np.maximum.accumulate(np.sort(np.array(times, dtype=np.int64)) - steps) + steps
+    return np.maximum.accumulate(np.sort(times) - steps) + steps
 
 
 def _turn(frame: av.VideoFrame) -> tuple[bool, bool, bool]:

@@ -25,7 +25,7 @@ JITTER = 1  # frames by which a key frame that is due may be off, as at 29.97 fr
 
 def frame_changes(track: VideoTrack) -> np.ndarray:
     """[f] int64: bytes by which each frame is new against the picture before it; 0 for the first frame."""
-    changes = track.sizes[track.packet].copy()
+    changes = track.sizes[np.asarray(track.packet)]
     keys = np.flatnonzero(np.isin(track.packet, track.entry_packets))
     key_sizes, is_due = changes[keys], _due(keys)
     ends = np.append(keys[1:], track.num_frames)

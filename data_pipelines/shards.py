@@ -15,10 +15,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from data_pipelines.examine import Media, examine, facts_from_json
-from data_pipelines.manifest import Item, Sample, Turn, load_json, parse_row
+from data_pipelines.manifest import CAPTION_FIELDS, Item, Sample, Turn, load_json, parse_row
 from data_pipelines.media import MediaError, MediaFile
 from data_pipelines.shard_paths import find_shards
 from data_pipelines.tar_index import Member, index_tar, split_name
+from data_pipelines.timed_text import cues_from_json, cues_to_json, read_cues
 from data_pipelines.view import WHOLE, read_view
 
 FORMAT = 1
@@ -29,6 +30,7 @@ EXTENSIONS = {
     "video": ("mp4", "m4v", "mov", "mkv", "webm", "avi", "ts", "mpg", "mpeg", "flv", "wmv"),
     "audio": ("wav", "mp3", "flac", "ogg", "opus", "m4a", "aac"),
 }
+CAPTIONS = ("vtt", "srt")
 KIND_OF = {extension: kind for kind, extensions in EXTENSIONS.items() for extension in extensions}
 
 
@@ -54,6 +56,8 @@ class StoredSample:
     media: dict[str, StoredMedia]
     """Name in the sample -> where it lies."""
     foreign: bool
+    captions: MediaFile | None = None
+    """Foreign shards: its field `vtt` or `srt`, the captions of its videos and sounds."""
 
 
 @dataclass(slots=True)
@@ -128,7 +132,8 @@ def _item_to_json(item: Item, names: dict[tuple[str, str], str]) -> dict:
     if item.kind == "text":
         return {"type": "text", "text": item.text}
     audio = {"audio": item.audio} if item.kind == "video" else {}
-    return {"type": item.kind, "media": names[item.kind, item.media], **audio, **item.view.to_fields()}
+    spoken = {"captions": cues_to_json(item.captions), "train_captions": item.train_captions} if item.captions else {}
+    return {"type": item.kind, "media": names[item.kind, item.media], **audio, **spoken, **item.view.to_fields()}
 
 
 def _read_sample(stored: StoredSample) -> Sample:
@@ -145,7 +150,8 @@ def _read_sample(stored: StoredSample) -> Sample:
 
 
 def _item_from_json(item: dict) -> Item:
-    options = {name: value for name, value in item.items() if name not in ("type", "text", "media", "audio")}
+    own = ("type", "text", "media", "audio", *CAPTION_FIELDS)
+    options = {name: value for name, value in item.items() if name not in own}
     view = read_view(item["type"], options) if options else WHOLE
     return Item(
         kind=item["type"],
@@ -153,6 +159,8 @@ def _item_from_json(item: dict) -> Item:
         media=item.get("media", ""),
         audio=item.get("audio", True),
         view=view,
+        captions=cues_from_json(item.get("captions", [])),
+        train_captions=item.get("train_captions", False),
     )
 
 
@@ -225,7 +233,8 @@ def _foreign_samples(shard: str) -> tuple[list[StoredSample], list[str]]:
         if not media and text is None and row is None:
             index.problems.append(f"{shard}: key '{key}' has no media, txt or json; its fields: {', '.join(fields)}")
             continue
-        samples.append(StoredSample(shard, key, row, text, media, foreign=True))
+        captions = next((_part(shard, fields[name]) for name in CAPTIONS if name in fields), None)
+        samples.append(StoredSample(shard, key, row, text, media, foreign=True, captions=captions))
     return samples, index.problems
 
 
@@ -238,7 +247,11 @@ def _foreign_sample(stored: StoredSample, number: int) -> Sample:
     data = load_json(_read(stored.row)) if stored.row is not None else None
     if isinstance(data, dict) and ("messages" in data or "conversations" in data):
         return parse_row({"id": stored.key, **data}, row=number + 1, resolve=lambda name: _field_of(stored, name))
-    question = tuple(Item(kind=media.kind, media=name) for name, media in stored.media.items())
+    cues = read_cues(stored.captions) if stored.captions is not None else ()
+    question = tuple(
+        Item(kind=media.kind, media=name, captions=cues if media.kind != "image" else ())
+        for name, media in stored.media.items()
+    )
     turns: list[Turn] = [("user", question)] if question else []
     if stored.text is not None:
         answer = Item(kind="text", text=_read(stored.text).decode("utf-8", errors="replace"))

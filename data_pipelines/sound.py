@@ -94,10 +94,7 @@ def _resampled(
     reader: TrackReader, track: AudioTrack, low: int, high: int, damage: Damage
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (position at 16 kHz from the track's start, samples) that cover low..high and a little more."""
-    step = track.rate // gcd(track.rate, SAMPLE_RATE)
-    reach = FILTER_REACH * max(1, ceil(track.rate / SAMPLE_RATE))
-    start = max(0, low * track.rate // SAMPLE_RATE - reach) // step * step
-    stop = min(track.num_samples, -(-high * track.rate // SAMPLE_RATE) + reach)
+    start, stop = _source_span(track, low, high)
     parts = _contiguous(_mono(reader, track, start, stop, damage), start, stop)
     position = start * SAMPLE_RATE // track.rate
     if track.rate == SAMPLE_RATE:
@@ -147,14 +144,34 @@ def _mono(
     reader: TrackReader, track: AudioTrack, start: int, stop: int, damage: Damage
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (position at the track's rate, mono samples) of all packets that touch start..stop, in order."""
+    for span in _blocks(track, start, stop):
+        yield from _decoded(reader, track, span, stop, damage)
+
+
+def _blocks(track: AudioTrack, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (packet to start a decoder at, first packet heard, last + 1) of each block that touches start..stop."""
     whole = not (track.exact and track.seekable)
     length = max(1, track.num_samples) if whole else BLOCK * track.rate
     for block in range(start // length, -(-stop // length)):
-        first, last = np.searchsorted(track.position, [block * length, (block + 1) * length])
+        first, last = track.position.searchsorted([block * length, (block + 1) * length]).tolist()
         if whole:
-            first, last = 0, len(track.pts)
-        warm = np.searchsorted(track.position, track.position[min(first, len(track.pts) - 1)] - PREROLL * track.rate)
-        yield from _decoded(reader, track, (int(warm) if first else 0, int(first), int(last)), stop, damage)
+            first, last = 0, track.num_packets
+        warm = track.position.searchsorted(track.position[min(first, track.num_packets - 1)] - PREROLL * track.rate)
+        yield int(warm) if first else 0, first, last
+
+
+def packets_needed(track: AudioTrack, low: int, high: int) -> tuple[int, int]:
+    """First and last + 1 packet that `decode_audio` reads for samples low..high - 1, from the track's start."""
+    blocks = list(_blocks(track, *_source_span(track, low, high)))
+    return blocks[0][0], blocks[-1][2]
+
+
+def _source_span(track: AudioTrack, low: int, high: int) -> tuple[int, int]:
+    """The samples at the track's own rate that samples low..high - 1 at 16 kHz are computed from."""
+    step = track.rate // gcd(track.rate, SAMPLE_RATE)
+    reach = FILTER_REACH * max(1, ceil(track.rate / SAMPLE_RATE))
+    start = max(0, low * track.rate // SAMPLE_RATE - reach) // step * step
+    return start, min(track.num_samples, -(-high * track.rate // SAMPLE_RATE) + reach)
 
 
 @dataclass(slots=True)
@@ -174,11 +191,11 @@ class Placement:
         if frame.pts is not None and frame.pts >> TAG_BITS != self.packet:
             is_first = self.packet < 0
             self.packet, self.used = frame.pts >> TAG_BITS, 0
-            due = int(self.track.position[self.packet])
+            due = self.track.position[self.packet]
             if self.track.exact or is_first or abs(due - self.cursor) > JOIN_TOLERANCE * self.track.rate:
                 self.cursor = due
         if self.track.exact:
-            samples = samples[: max(0, int(self.track.count[self.packet]) - self.used)]
+            samples = samples[: max(0, self.track.count[self.packet] - self.used)]
         position = self.cursor
         self.used += len(samples)
         self.cursor += len(samples)

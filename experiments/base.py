@@ -88,6 +88,8 @@ class DataConfig:
     dead_worker: Literal["replace", "stop"] = "replace"
     """What follows when a decode worker dies: its sample counts as unreadable and another worker takes its place, or
     the run stops on all ranks and names the sample."""
+    backend: Literal["pyav", "decord"] = "pyav"
+    """Reads the pictures of videos; decord only where a clip's index proves that it gives the right frames."""
     deadline_s: PositiveFloat = 120.0
     """Seconds a decode job may take before its worker is killed and its sample counts as unreadable."""
 

@@ -8,6 +8,7 @@ from mmcp.report.outcome import Outcome
 
 BENCHES = {
     "attention": "experiments.bench_attention:run",
+    "data": "experiments.bench_data:run",
     "loader": "experiments.bench_loader:run",
 }
 """Name -> `module:function`; it gets the settings written as key=value and returns an Outcome."""

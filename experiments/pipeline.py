@@ -9,7 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from data_pipelines.clip import Rules, build_sequence
-from data_pipelines.decode_units import decode_units
+from data_pipelines.decode_units import decode_units, excerpt
+from data_pipelines.decord_frames import backend_for
 from data_pipelines.examine import Media
 from data_pipelines.feature_cache import decode_missing, sound_digest
 from data_pipelines.loader import Job, Loaded, Loader
@@ -116,9 +117,18 @@ class Pipeline:
         if not len(sequence.label_positions):
             raise ValueError(f"sample '{sample.id}' has no answer to train on; add an assistant's turn")
         notes = [*report.budget.reduced, *(f"{name}: no sound" for name in report.without_sound)]
+        for name, item in media.items():
+            if why := self._backend(item)[1]:
+                notes.append(f"{name}: read by pyav, not {self.config.data.backend}: {why}")
         if report.repeated_stamps:
             notes.append(f"{report.repeated_stamps} frame groups are stamped with the same time as the one before")
         return Document(sample, media, sequence, tuple(notes))
+
+    def _backend(self, media: Media) -> tuple[str, str]:
+        """Return what reads the pictures of a file, and why it is not what the config says."""
+        if media.kind != "video" or media.clip is None:
+            return "pyav", ""
+        return backend_for(self.config.data.backend, media.clip)
 
     def plan(self, numbers: Sequence[int]) -> PlannedStep:
         """Lay out, pack and plan the samples of one step, in this order."""
@@ -157,16 +167,18 @@ class Pipeline:
         costs = row_costs(sequence, self.planner.costs)
         for (document, kind, source, _), numbers in tracks.items():
             media = step.documents[row][document].media[source]
+            backend = self._backend(media)[0]
             for start in range(0, len(numbers), JOB_UNITS):
                 part = numbers[start : start + JOB_UNITS]
                 own = [sequence.units[unit] for unit in part]
+                clip = None if media.clip is None else excerpt(kind, media.clip, own, needed)
                 mel = partial(log_mel_raw, bins=self.config.model.audio.bins)
                 is_kept = kind in self.encoders
-                args = (kind, media.file, media.clip, own, mel, needed)
+                args = (kind, media.file, clip, own, mel, needed)
                 yield Job(
                     UnitJob(row, document, tuple(part)),
                     step.documents[row][document].sample.id,
-                    decode_missing if is_kept else decode_units,
+                    partial(decode_missing if is_kept else decode_units, backend=backend),
                     (*self._kept_by(sequence, numbers, kind), *args) if is_kept else args,
                     cost_ns=decode_ns(costs, np.array(part)),
                     num_bytes=sum(self._bytes(kind, unit.size) for unit in own),

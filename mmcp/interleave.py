@@ -61,6 +61,8 @@ class TimedText:
     start: Fraction
     """Seconds on the clip's clock."""
     end: Fraction
+    trained: bool = False
+    """Whether its tokens are trained targets."""
 
 
 def interleave(
@@ -91,7 +93,7 @@ def interleave(
             run = []
         running = track
         if isinstance(piece, TimedText):
-            segments.append(_words(piece.ids, piece))
+            segments.append(_words(piece.ids, piece, loss=piece.trained))
             continue
         if track and track.stamped:
             segments.append(_words(tuple(stamp(piece.start)), piece))
@@ -99,9 +101,9 @@ def interleave(
     return [*segments, _media(running, run)] if running else segments
 
 
-def _words(ids: tuple[int, ...], piece: Unit | TimedText) -> Segment:
+def _words(ids: tuple[int, ...], piece: Unit | TimedText, *, loss: bool = False) -> Segment:
     """Make a segment of text at the time of `piece`."""
-    return Segment(kind="text", ids=ids, start=piece.start, end=piece.end)
+    return Segment(kind="text", ids=ids, loss=loss, start=piece.start, end=piece.end)
 
 
 def _media(track: Track, units: Sequence[Unit]) -> Segment:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from data_pipelines.budget import BudgetConfig, Setting, ladder, picture_size, picture_sizes
 from data_pipelines.chain import ABSENT, Cell, Chain, Part, Stage
 from data_pipelines.clip import ClipConfig, Rules, build_sequence
+from data_pipelines.columns import Column
 from data_pipelines.container import AudioTrack, ClipIndex, VideoTrack
 from data_pipelines.examine import Media
 from data_pipelines.manifest import Item, Sample
@@ -213,7 +214,8 @@ def test_changing_scenes_get_more_of_the_budget():
     media = clip_of(200, 900)
     video = media.clip.video
     half = video.num_frames // 2
-    video.sizes[:half], video.sizes[half:] = 50, 900
+    sizes = Column.of(np.where(np.arange(video.num_packets) < half, 50, 900))
+    media = replace(media, clip=replace(media.clip, video=replace(video, sizes=sizes)))
     middle = media.clip.frame_time(half)
     known = Rules(text=TEXT, image=None, video=VideoPatches(patch=14), audio=None)
     shares = []

@@ -9,12 +9,9 @@ from math import ceil
 from pathlib import Path
 
 import av
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from data_pipelines.container import ClipIndex, _compress, _expand
+from data_pipelines.container import ClipIndex
 from data_pipelines.decode import decode_frames
 from data_pipelines.demux import read_index
 from data_pipelines.media import MediaError, MediaFile
@@ -36,12 +33,6 @@ def test_json_gives_the_same_index_back(path):
     text = index.to_json()
     assert ClipIndex.from_json(text) == index
     assert ClipIndex.from_json(text).to_json() == text
-
-
-@given(st.lists(st.integers(-(2**62), 2**62), max_size=30) | st.lists(st.sampled_from([0, 512, 1024]), max_size=40))
-def test_compressed_arrays_come_back(values):
-    steps = np.cumsum(np.array(values, dtype=np.int64) // 64)
-    np.testing.assert_array_equal(_expand(_compress(steps)), steps)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +138,7 @@ def test_streams_are_listed_with_their_codecs():
         (0, "video", "h264"),
         (1, "audio", "aac"),
     ]
-    assert index.video.sizes.sum() < index.size
+    assert sum(index.video.sizes) < index.size
     assert index.duration == 4
 
 

@@ -172,8 +172,8 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(clip, tmp_path, monkey
     units = frame_groups(index, (32, 48), VideoPatches(patch=8), rate=Fraction(1))
     decode = feature_cache.decode_units
 
-    def changing(*args):
-        result = decode(*args)
+    def changing(*args, **options):
+        result = decode(*args, **options)
         with open(clip.path, "ab") as file:
             file.write(b"\0\0\0\x08free")
         return result

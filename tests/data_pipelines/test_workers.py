@@ -42,7 +42,9 @@ def test_replies_equal_direct_calls(pool):
     [
         (worker_jobs.fail, "ValueError: clip.mp4 is empty"),
         (worker_jobs.hang, "no result within 1.5 s"),
+        (worker_jobs.hang_in_native_code, "no result within 1.5 s"),
         (worker_jobs.crash, "died after .* with signal SIGSEGV"),
+        (worker_jobs.crash_in_native_code, "died after .* with signal SIGSEGV"),
     ],
 )
 def test_a_bad_job_costs_itself_only(pool, job, message):
