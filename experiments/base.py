@@ -19,6 +19,7 @@ from mmcp.model.vlm import VideoLM
 from mmcp.parallel.mesh import MeshConfig
 from mmcp.sequence import TokenSequence
 from mmcp.sharding.cost import CostModel, LayerCost, Rates, row_costs
+from mmcp.sharding.needs import layer_needs
 from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.step import StepPlan, plan_step
 from mmcp.sharding.strategies import STRATEGIES
@@ -55,6 +56,8 @@ class ShardingConfig:
     """Name of a registered sharding strategy."""
     call_tokens: PositiveInt = 4096
     """Most rows that one encoder call makes (one unit at least)."""
+    cap_bytes: NonNegativeInt = 0
+    """Most resident bytes of a row on one rank, media and activations; 0: any number."""
 
     def __post_init__(self):
         if self.strategy not in STRATEGIES:
@@ -209,6 +212,7 @@ def _layer_costs(backbone: BackboneConfig) -> tuple[LayerCost, ...]:
             pair_flops=variant.pair_flops(shape.head_dim),
             token_flops=variant.token_flops(shape.head_dim),
             window=variant.window,
+            sink=variant.sink,
             mode=variant.mode,
         )
         for variant, shape, count in ((variant, backbone.shape(variant), count) for variant, count in counts.items())
@@ -226,7 +230,8 @@ class Planner:
     def row(self, row: TokenSequence) -> ShardPlan:
         """Plan one row over the context-parallel ranks of a group."""
         strategy = STRATEGIES[self.sharding.strategy]
-        return strategy(row, (self.mesh.ring, self.mesh.ulysses), row_costs(row, self.costs))
+        shape, needs = (self.mesh.ring, self.mesh.ulysses), layer_needs(self.costs.layers)
+        return strategy(row, shape, row_costs(row, self.costs), needs, self.sharding.cap_bytes)
 
     def step(self, rows: Sequence[TokenSequence]) -> StepPlan:
         """Plan an optimizer step of these rows."""

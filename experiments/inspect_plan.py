@@ -1,7 +1,7 @@
 """How does a sequence lie over the ranks, and how even is the work? Planned from metadata; nothing is decoded.
 
 Run:     mmcp inspect clip.mp4 --ranks 8 --compare --html balance.html
-Source:  a clip; a manifest (.jsonl) or shards, with --sample N; a run, whose first step is shown
+Source:  a clip; a manifest (.jsonl) or shards, with --sample N; a run, whose first step is shown; or --workload NAME
 """
 
 import json
@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments import inspect_workload
 from experiments.base import RunConfig
 from experiments.inspect_source import Row, find_row, run_row
 from mmcp.config import load
@@ -55,8 +56,9 @@ class Request:
 
 
 def run(
-    source: str,
+    source: str | None = None,
     *,
+    workload: str | None = None,
     config: Path | None = None,
     sample: int | None = None,
     ranks: int | None = None,
@@ -65,11 +67,20 @@ def run(
     html: Path | None = None,
     png: Path | None = None,
 ) -> Outcome:
-    """Plan what `source` names and show the plan, also in the files `html` and `png`; the rest is as in Request.
+    """Plan what `source` or `workload` names and show the plan, also in the files `html` and `png`; see Request.
 
-    The record is one object, with `compare` a list of them.
+    The record is one object, with `compare` or `workload` a list of them.
     Raises ValueError for what cannot be read, planned or written.
     """
+    if (source is None) == (workload is None):
+        raise ValueError(f"SOURCE is {source} and --workload {workload}; name one of the two")
+    if workload is not None:
+        if config or sample is not None:
+            raise ValueError(f"--workload {workload} is drawn, not read: leave out --config and --sample")
+        for file in filter(None, (html, png)):
+            _check_writable(file)
+        return inspect_workload.run(workload, ranks=ranks, strategy=strategy, compare=compare, html=html, png=png)
+    assert source is not None
     request = Request(source=source, config=config, sample=sample, ranks=ranks, strategy=strategy, compare=compare)
     for file in filter(None, (html, png)):
         _check_writable(file)

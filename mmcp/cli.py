@@ -166,7 +166,10 @@ def _ask(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="a clip, a manifest (.jsonl), a folder of shards, or a run")
+    parser.add_argument(
+        "source", nargs="?", metavar="SOURCE", help="a clip, a manifest (.jsonl), a folder of shards, or a run"
+    )
+    parser.add_argument("--workload", metavar="NAME", help="a named family of rows, or all of them, in place of SOURCE")
     parser.add_argument(
         "--config",
         type=Path,

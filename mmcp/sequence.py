@@ -166,6 +166,13 @@ class TokenSequence:
         return np.repeat(np.arange(len(self.segments)), [len(segment.units) for segment in self.segments])
 
     @cached_property
+    def unit_sizes(self) -> np.ndarray:
+        """[units] int64: number of each unit's (kind, size) among the distinct ones of the row, ascending."""
+        keys = [(segment.kind, unit.size) for segment in self.segments for unit in segment.units]
+        numbers = {key: number for number, key in enumerate(sorted(set(keys)))}
+        return np.array([numbers[key] for key in keys], dtype=np.int64)
+
+    @cached_property
     def unit_ranges(self) -> np.ndarray:
         """[units, 2] int64: first and last + 1 token of each unit."""
         lengths = np.array([unit.num_tokens for unit in self.units], dtype=np.int64)

@@ -343,6 +343,11 @@ class Variant:
         """Tokens a query sees looking back, itself included; 0: all of its document."""
         return 0
 
+    @property
+    def sink(self) -> int:
+        """First tokens of a document that stay visible beyond the window."""
+        return 0
+
     def pair_flops(self, head_dim: int) -> int:
         """Forward FLOPs of one query head for one visible (query, key) pair."""
         return 0

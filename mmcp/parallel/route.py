@@ -59,7 +59,11 @@ class Router:
         rank = group.index
         self.group = group
         made = [plan.unit_positions(r) for r in range(plan.ranks)]
-        self.media = row_map(made, [plan.owner[positions] for positions in made], rank=rank, device=device)
+        self.num_rows = len(made[rank])
+        used = [np.flatnonzero(plan.encoder[positions] == r) for r, positions in enumerate(made)]
+        made = [positions[kept] for positions, kept in zip(made, used, strict=True)]
+        media = row_map(made, [plan.owner[positions] for positions in made], rank=rank, device=device)
+        self.media = replace(media, send=torch.from_numpy(used[rank]).to(device)[media.send])
         holder = plan.owner[plan.label_positions]
         held = [np.flatnonzero(holder == r) for r in range(plan.ranks)]
         labels = row_map(held, [plan.scorer[numbers] for numbers in held], rank=rank, device=device)
@@ -73,7 +77,7 @@ class Router:
         trainable: whether rows carry gradients on any rank, known from the config
         returns [m, e]  the rows of this rank's media tokens, ascending
         """
-        assert len(rows) == len(self.media.send), f"{len(rows)} rows, the plan has {len(self.media.send)}"
+        assert len(rows) == self.num_rows, f"{len(rows)} rows, the plan has {self.num_rows}"
         return _route(rows, self.media, self.group, "route media", trainable)
 
     def to_scorers(self, hidden: Tensor, *, trainable: bool) -> Tensor:

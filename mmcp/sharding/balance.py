@@ -10,8 +10,9 @@ import numpy as np
 
 from mmcp.sequence import KINDS, TokenSequence
 from mmcp.sharding.cost import RowCosts
+from mmcp.sharding.pairs import slowest_hops
 from mmcp.sharding.plan import ShardPlan
-from mmcp.sharding.ranges import as_indices, even_bounds, overlapping, pieces, size
+from mmcp.sharding.ranges import even_bounds, flat, overlapping, pieces, size
 
 COSTS = ("decode", "encode", "linear", "attention", "labels", "memory")
 
@@ -22,8 +23,6 @@ class Balance:
 
     by_modality: list[dict[str, int]]
     """Tokens held, by kind."""
-    encoder_flops_by_modality: list[dict[str, int]]
-    """Encoder FLOPs, by kind of medium."""
     decode_ns: list[int]
     frames: list[int]
     """Video frames decoded."""
@@ -56,14 +55,12 @@ class Balance:
 def balance(sequence: TokenSequence, plan: ShardPlan, costs: RowCosts) -> Balance:
     """Price a plan of `sequence`."""
     model, ranks = costs.model, plan.ranks
-    held = np.array(plan.lengths, dtype=np.int64)
-    decode_units, decoders = _flat([as_indices(part) for part in plan.decode])
-    encode_units, encoders = _flat([as_indices(part) for part in plan.encode])
+    decode_units, decoders = flat(plan.decode)
+    encode_units, encoders = flat(plan.encode)
     decode_ns, frames = costs.decoding(decode_units, decoders, ranks)
     encoder_flops = _sum_by(encoders, costs.flops[encode_units], ranks)
     labels = [size(part) for part in plan.scored]
-    resident = _sum_by(decoders, costs.bytes[decode_units], ranks) + held * model.token_bytes
-    resident = (resident + np.array(labels, dtype=np.int64) * model.label_bytes).tolist()
+    resident = costs.resident(plan.decode, plan.lengths, labels).tolist()
     attention, attention_ns = _attention(plan, costs)
     linear = [tokens * model.linear_flops for tokens in plan.lengths]
     work = {
@@ -78,7 +75,6 @@ def balance(sequence: TokenSequence, plan: ShardPlan, costs: RowCosts) -> Balanc
     stages += model.ns(max(labels) * model.label_flops) + attention_ns
     return Balance(
         by_modality=_tokens_by_modality(sequence, plan),
-        encoder_flops_by_modality=_flops_by_modality(costs, encode_units, encoders, ranks),
         decode_ns=decode_ns.tolist(),
         frames=frames.tolist(),
         encoder_flops=encoder_flops.tolist(),
@@ -90,9 +86,7 @@ def balance(sequence: TokenSequence, plan: ShardPlan, costs: RowCosts) -> Balanc
         fragments=[len(part) for part in plan.tokens],
         imbalance={name: _ratio(max(each), least, ranks) for name, (each, least) in work.items()},
         step_ns=max(int(decode_ns.max()) // model.rates.decoders, stages),
-        least_step_ns=max(
-            costs.least_decoding[0] // model.rates.decoders // ranks, model.ns(costs.total_flops) // ranks
-        ),
+        least_step_ns=costs.least_step_ns(ranks),
     )
 
 
@@ -130,25 +124,16 @@ def _attention(plan: ShardPlan, costs: RowCosts) -> tuple[list[int], int]:
     flops, nanoseconds = [0] * plan.ranks, 0
     held = [size(group) for group in plan.group_tokens]
     for layer, pairs in zip(costs.model.layers, costs.group_pairs(plan.group_tokens), strict=True):
-        if layer.mode == "ulysses":
-            heads = np.diff(even_bounds(layer.heads, plan.ranks)).tolist()
-            each = [layer.flops(share, int(pairs.sum()), plan.num_tokens) for share in heads]
-            slowest = max(each)
-        else:
-            heads = np.diff(even_bounds(layer.heads, plan.ulysses)).tolist()
-            rows = pairs.sum(axis=1).tolist()
-            each = [layer.flops(share, *group) for group in zip(rows, held, strict=True) for share in heads]
-            slowest = layer.flops(max(heads), _slowest_hops(pairs), max(held))
+        is_flat = layer.mode == "ulysses"
+        heads = np.diff(even_bounds(layer.heads, plan.ranks if is_flat else plan.ulysses)).tolist()
+        by_group = list(zip(pairs.sum(axis=1).tolist(), held, strict=True))
+        groups = [(int(pairs.sum()), plan.num_tokens)] if is_flat else by_group
+        each = [layer.flops(share, *group) for group in groups for share in heads]
+        hops = slowest_hops(pairs) if layer.mode == "ring" else 0
+        slowest = layer.flops(max(heads), hops, max(held)) if layer.mode == "ring" else max(each)
         flops = [before + more for before, more in zip(flops, each, strict=True)]
         nanoseconds += costs.model.ns(slowest)
     return flops, nanoseconds
-
-
-def _slowest_hops(pairs: np.ndarray) -> int:
-    """Sum over hops of the most pairs of any group; at hop j, group i has the keys of group i - j."""
-    ring = len(pairs)
-    groups = np.arange(ring)
-    return sum(int(pairs[groups, (groups - hop) % ring].max()) for hop in range(ring))
 
 
 def _tokens_by_modality(sequence: TokenSequence, plan: ShardPlan) -> list[dict[str, int]]:
@@ -171,26 +156,20 @@ def _interpolate(positions: np.ndarray, bounds: np.ndarray, before: np.ndarray) 
     return before[segment] + np.minimum(positions - bounds[segment], before[following] - before[segment])
 
 
-def _flops_by_modality(costs: RowCosts, units: np.ndarray, ranks: np.ndarray, num_ranks: int) -> list[dict[str, int]]:
-    table = np.zeros((num_ranks, len(KINDS)), dtype=np.int64)
-    np.add.at(table, (ranks, costs.kinds[units]), costs.flops[units])
-    return [{kind: int(row[number]) for number, kind in enumerate(KINDS) if number} for row in table]
-
-
 def _routed(plan: ShardPlan, units: np.ndarray, ranks: np.ndarray) -> list[list[int]]:
-    """Count the rows that rank i encodes and rank j holds, from ranges alone."""
+    """Count the rows that rank i encodes and rank j uses, from ranges alone (see ShardPlan.encoder)."""
     starts, stops, owners = pieces(plan.tokens)
-    bounds = np.array(plan.unit_ranges, dtype=np.int64).reshape(-1, 2)[units]
-    unit, piece = overlapping(starts, stops, *bounds.T)
+    bounds = np.array(plan.unit_ranges, dtype=np.int64).reshape(-1, 2)
+    entry, piece = overlapping(starts, stops, *bounds[units].T)
+    unit, maker, holder = units[entry], ranks[entry], owners[piece]
+    first = np.full(len(bounds), plan.ranks, dtype=np.int64)
+    np.minimum.at(first, units, ranks)
+    makes_own = np.isin(unit * plan.ranks + holder, units * plan.ranks + ranks)
+    is_used = (maker == holder) | ((maker == first[unit]) & ~makes_own)
     rows = np.minimum(stops[piece], bounds[unit, 1]) - np.maximum(starts[piece], bounds[unit, 0])
     counts = np.zeros((plan.ranks, plan.ranks), dtype=np.int64)
-    np.add.at(counts, (ranks[unit], owners[piece]), rows)
+    np.add.at(counts, (maker[is_used], holder[is_used]), rows[is_used])
     return counts.tolist()
-
-
-def _flat(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Join the indices of all ranks: the indices, and the rank of each."""
-    return np.concatenate(parts), np.repeat(np.arange(len(parts)), [len(part) for part in parts])
 
 
 def _sum_by(ranks: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndarray:

@@ -4,16 +4,17 @@ All costs are integers (FLOPs, nanoseconds, bytes), so a plan made from them is 
 not additive: units shown by one group of pictures share the frames before them, so decoding is priced on spans.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from mmcp.config import config
+from mmcp.masks import Mask
 from mmcp.sequence import KINDS, TokenSequence
-from mmcp.sharding import pairs
-from mmcp.sharding.ranges import Ranges
+from mmcp.sharding.pairs import group_pairs
+from mmcp.sharding.ranges import Ranges, flat
 
 
 @config
@@ -57,8 +58,11 @@ class LayerCost:
     """FLOPs per token and query head that do not depend on the mask: recurrent layers."""
     window: int = 0
     """Keys a query may look back on, itself included; 0: all."""
+    sink: int = 0
+    """First keys of a document that stay visible beyond the window."""
     mode: str = "ulysses"
-    """`ulysses`: each rank computes some heads of the row; any other: some heads of its ring chunk."""
+    """A name of mmcp.parallel.modes. `ulysses`: each rank computes some heads of the whole row; the others: some heads
+    of the tokens of its ulysses group."""
 
     def flops(self, heads: int, num_pairs: int, num_tokens: int) -> int:
         """Forward FLOPs of these layers for some heads, pairs and tokens."""
@@ -119,8 +123,8 @@ class RowCosts:
     """[u] int64: forward FLOPs of encoding."""
     bytes: np.ndarray
     """[u] int64: resident bytes."""
-    mask: np.ndarray
-    """[bands, 6] int64: the mask as bands (see mmcp.sharding.pairs)."""
+    mask: Mask
+    """Which query may read which key."""
 
     @property
     def num_units(self) -> int:
@@ -129,18 +133,18 @@ class RowCosts:
     @cached_property
     def pairs(self) -> tuple[int, ...]:
         """Per entry of `model.layers`: allowed (query, key) pairs of the row."""
-        return tuple(
-            pairs.total_pairs(pairs.within_window(self.mask, layer.window)) if layer.pair_flops else 0
-            for layer in self.model.layers
-        )
+        return tuple(self._mask_of(layer).pairs() if layer.pair_flops else 0 for layer in self.model.layers)
 
     def group_pairs(self, groups: tuple[Ranges, ...]) -> tuple[np.ndarray, ...]:
         """Per entry of `model.layers`: pairs [ring, ring] between queries of group i and keys of group j."""
         nothing = np.zeros((len(groups), len(groups)), dtype=np.int64)
         return tuple(
-            pairs.group_pairs(pairs.within_window(self.mask, layer.window), groups) if layer.pair_flops else nothing
+            group_pairs(self._mask_of(layer).slices, groups) if layer.pair_flops else nothing
             for layer in self.model.layers
         )
+
+    def _mask_of(self, layer: LayerCost) -> Mask:
+        return self.mask.with_window(layer.window, layer.sink) if layer.window else self.mask
 
     def decoding(self, units: np.ndarray, ranks: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
         """Price decoding unit units[i] on ranks[i]: nanoseconds and frames of each rank, both [num_ranks] int64.
@@ -179,6 +183,19 @@ class RowCosts:
         layers = zip(self.model.layers, self.pairs, strict=True)
         return sum(layer.flops(layer.heads, count, self.num_tokens) for layer, count in layers)
 
+    def least_step_ns(self, ranks: int) -> int:
+        """Step time with every stage at its least mean: decoding of the next batch beside the compute stages."""
+        decoding = self.least_decoding[0] // self.model.rates.decoders // ranks
+        return max(decoding, self.model.ns(self.total_flops) // ranks)
+
+    def resident(self, units: Sequence[Ranges], tokens: Sequence[int], labels: Sequence[int]) -> np.ndarray:
+        """Add up the resident bytes of each rank [ranks] int64: units it decodes, tokens it holds, labels it scores."""
+        number, rank = flat(units)
+        resident = np.array(tokens, dtype=np.int64) * self.model.token_bytes
+        resident += np.array(labels, dtype=np.int64) * self.model.label_bytes
+        np.add.at(resident, rank, self.bytes[number])
+        return resident
+
     @property
     def total_bytes(self) -> int:
         """Resident bytes of the row with everything held once."""
@@ -196,7 +213,6 @@ def row_costs(sequence: TokenSequence, model: CostModel) -> RowCosts:
         for segment in sequence.segments
         for _ in segment.units
     ]
-    flops, resident = _by_size(sequence, model.encoder_flops), _by_size(sequence, model.encoder_bytes)
     pixels = _column([unit.native[0] * unit.native[1] for unit in units])
     kind = _column(kinds)
     return RowCosts(
@@ -209,9 +225,9 @@ def row_costs(sequence: TokenSequence, model: CostModel) -> RowCosts:
         spans=np.array([unit.decode for unit in units], dtype=np.int64).reshape(-1, 2),
         frame_ns=_frame_ns(kind, pixels, model.rates),
         output_ns=_output_ns(kind, pixels, _column([len(unit.items) for unit in units]), model.rates),
-        flops=flops,
-        bytes=resident,
-        mask=pairs.bands(sequence),
+        flops=_by_size(sequence, model.encoder_flops),
+        bytes=_by_size(sequence, model.encoder_bytes),
+        mask=Mask.of(sequence),
     )
 
 
@@ -233,20 +249,16 @@ def new_frames(costs: RowCosts, units: np.ndarray, ranks: np.ndarray) -> tuple[n
 
 def _by_size(sequence: TokenSequence, function: Mapping[str, Callable[[tuple[int, ...]], int]]) -> np.ndarray:
     """Ask `function` of each kind once per size: [u] int64."""
-    known: dict[tuple[str, tuple[int, ...]], int] = {}
-    column = []
-    for segment in sequence.segments:
-        for unit in segment.units:
-            key = (segment.kind, unit.size)
-            if key not in known:
-                if segment.kind not in function:
-                    raise ValueError(
-                        f"the row has {segment.kind} units, but the model has encoders for "
-                        f"{', '.join(sorted(function)) or 'nothing'} only; add an encoder for {segment.kind}"
-                    )
-                known[key] = int(function[segment.kind](unit.size))
-            column.append(known[key])
-    return _column(column)
+    known = []
+    for unit in np.unique(sequence.unit_sizes, return_index=True)[1].tolist():
+        kind = sequence.unit_segment(unit).kind
+        if kind not in function:
+            raise ValueError(
+                f"the row has {kind} units, but the model has encoders for "
+                f"{', '.join(sorted(function)) or 'nothing'} only; add an encoder for {kind}"
+            )
+        known.append(int(function[kind](sequence.units[unit].size)))
+    return _column(known)[sequence.unit_sizes]
 
 
 def _frame_ns(kinds: np.ndarray, pixels: np.ndarray, rates: Rates) -> np.ndarray:

@@ -5,11 +5,24 @@ from functools import cached_property
 
 import numpy as np
 
+from mmcp.sharding.bounds import busiest, whole_groups
 from mmcp.sharding.cost import RowCosts
-from mmcp.sharding.exchange import SCALE
 
-LEADING_TOLERANCE, TOLERANCE = SCALE // 64, SCALE // 32
-"""What counts as even: a cost that sets the step time may be 1.6 percent above its share, another 3.1 percent."""
+SCALE = 1 << 20
+"""An even share of a cost, after scaling."""
+
+DECODE = 1
+"""Column of decoding in a table of loads: encoding, decoding, memory."""
+TOLERANCE = SCALE * 49 // 1000
+"""Load above an even share that counts as even: 4.9 percent."""
+STEP_TOLERANCE = SCALE // 80
+"""What a cost that counts in the step time may add to it: 1.25 percent."""
+GRADES, AS_GOOD = 256, 260
+"""Step times are told apart in steps of a 256th of the least; up to AS_GOOD of them count as the least."""
+MOST_FRAMES = 108
+"""Frames of all ranks, in hundredths of one decode of the row, that are as good as one decode."""
+BOUND_TOLERANCE = 36
+"""Where a bound is above even, loads up to the bound and this part of it more count as even."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,45 +31,68 @@ class Evenness:
 
     costs: RowCosts
     num_ranks: int
+    unit_cap: int = 0
+    """Most resident bytes of the units of one rank; 0: any number."""
 
     @cached_property
     def even(self) -> np.ndarray:
         """[3] int64: loads of encoding, decoding and memory up to which a rank counts as even."""
-        model, decode_ns = self.costs.model, self.costs.least_decoding[0]
-        leads = decode_ns // model.rates.decoders > model.ns(self.costs.total_flops)
-        encode, decode = (TOLERANCE, LEADING_TOLERANCE) if leads else (LEADING_TOLERANCE, TOLERANCE)
-        return SCALE + np.array([encode, decode, TOLERANCE], dtype=np.int64)
+        costs, ranks = self.costs, self.num_ranks
+        encode_ns, decode_ns = costs.model.ns(int(costs.flops.sum())), costs.least_decoding[0]
+        step_ns = max(costs.model.ns(costs.total_flops), 1)
+        leads = decode_ns // costs.model.rates.decoders > step_ns
+        encode = TOLERANCE if leads else STEP_TOLERANCE * step_ns // max(encode_ns, 1)
+        decode = STEP_TOLERANCE if leads else TOLERANCE
+        memory = TOLERANCE * costs.total_bytes // max(int(costs.bytes.sum()), 1)
+        tolerance = np.array([min(encode, TOLERANCE), decode, memory], dtype=np.int64)
+        items = (costs.flops, whole_groups(costs), costs.bytes)
+        least = [busiest(item, int(total), ranks) for item, total in zip(items, self.totals, strict=True)]
+        bounds = self.scale(np.array([least], dtype=np.int64))[0]
+        even = np.maximum(SCALE + tolerance, bounds + bounds // BOUND_TOLERANCE)
+        if self.unit_cap:
+            even[2] = min(even[2], self.scale(np.array([[0, 0, self.unit_cap]]))[0, 2])
+        return even
 
     @cached_property
     def totals(self) -> np.ndarray:
         """[3] int64: FLOPs, nanoseconds and bytes of the row, everything done once."""
         return np.array([self.costs.flops.sum(), self.costs.least_decoding[0], self.costs.bytes.sum()])
 
-    def loads(self, parts: np.ndarray) -> np.ndarray:
-        """Price each part of a partition by itself: [parts, 3] int64, scaled.
+    def loads(self, parts: np.ndarray, number: int) -> np.ndarray:
+        """Price each part of a partition by itself: [number, 3] int64, scaled.
 
         parts: [u] int64  the part (a rank, or a chunk) of each unit
         """
-        number = int(parts.max(initial=-1)) + 1
         table = np.zeros((number, 3), dtype=np.int64)
         np.add.at(table[:, 0], parts, self.costs.flops)
-        table[:, 1] = self.costs.decoding(np.arange(self.costs.num_units), parts, number)[0]
+        table[:, DECODE] = self.costs.decoding(np.arange(self.costs.num_units), parts, number)[0]
         np.add.at(table[:, 2], parts, self.costs.bytes)
         return self.scale(table)
+
+    def loads_of(self, units: np.ndarray) -> np.ndarray:
+        """Price one rank's units: [3] int64, scaled."""
+        costs, alone = self.costs, np.zeros(len(units), dtype=np.int64)
+        decode = int(costs.decoding(units, alone, 1)[0][0])
+        work = np.array([[costs.flops[units].sum(), decode, costs.bytes[units].sum()]])
+        return self.scale(work)[0]
 
     def scale(self, table: np.ndarray) -> np.ndarray:
         """Scale the columns of [parts, 3] so that an even share of each is SCALE; one without work stays 0."""
         coarse = np.maximum(self.totals >> 30, 1)  # keeps the product below in 64 bits
         return table // coarse * (self.num_ranks * SCALE) // np.maximum(self.totals // coarse, 1)
 
-    def score(self, ranks: np.ndarray) -> tuple[int, int]:
-        """Rate a layout, lower is better: its step time in steps of 0.8 percent, then its badness.
+    def score(self, ranks: np.ndarray) -> tuple[int, int, int]:
+        """Rate a layout, lower is better: its step time as far as it matters, its badness, its frames.
 
-        Badness is the sum over ranks and costs of the squared load above `even`; 0 when all is even.
+        Badness is the sum over ranks and costs of the squared load above `even`, 0 when all is even. Frames are the
+        hundredths of one decode of the row's video that all ranks together decode beyond MOST_FRAMES.
         """
-        loads = self.loads(ranks)
+        loads = self.loads(ranks, self.num_ranks)
+        frames = int(self.costs.decoding(np.arange(self.costs.num_units), ranks, self.num_ranks)[1].sum())
         excess = np.maximum(loads - self.even, 0) >> 4
-        return self._step_ns(loads.max(axis=0)) * 128 // max(1, self._least_step_ns), int(np.square(excess).sum())
+        grade = self._step_ns(loads.max(axis=0)) * GRADES // max(1, self._least_step_ns)
+        more = frames * 100 // max(1, self.costs.least_decoding[1]) - MOST_FRAMES
+        return max(grade - AS_GOOD, 0), int(np.square(excess).sum()), max(more, 0)
 
     def _step_ns(self, most: np.ndarray) -> int:
         """Step time with the given greatest loads, the stages that units do not change at their least."""

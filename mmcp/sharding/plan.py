@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from mmcp.sequence import TokenSequence
-from mmcp.sharding.ranges import Ranges, as_indices, size, union
+from mmcp.sharding.ranges import Ranges, as_indices, as_ranges, expand, flat, size, union
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class ShardPlan:
     decode: tuple[Ranges, ...]
     """Per rank: numbers of the units it decodes; a unit may be decoded on several ranks."""
     encode: tuple[Ranges, ...]
-    """Per rank: numbers of the units it encodes; together each unit once, each among those the rank decodes."""
+    """Per rank: numbers of the units it encodes; together each unit at least once, each among those the rank decodes.
+    Of a unit encoded on several ranks (see `encoder`) the other rows are made in vain."""
     scored: tuple[Ranges, ...]
     """Per rank: numbers of the label rows whose logits it computes (0 is the first label of the row)."""
     calls: tuple[tuple[tuple[str, Ranges], ...], ...]
@@ -65,6 +66,20 @@ class ShardPlan:
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
+
+    @cached_property
+    def encoder(self) -> np.ndarray:
+        """[s] int64: the rank whose encoder row a position takes, -1 where no unit lies.
+
+        The holder's own row where it encodes the unit, else that of the first rank that does.
+        """
+        encoder = np.full(self.num_tokens, -1, dtype=np.int64)
+        made = [self.unit_positions(rank) for rank in range(self.ranks)]
+        for rank in reversed(range(self.ranks)):
+            encoder[made[rank]] = rank
+        for rank, positions in enumerate(made):
+            encoder[positions[self.owner[positions] == rank]] = rank
+        return encoder
 
     @property
     def num_labels(self) -> int:
@@ -105,8 +120,9 @@ class ShardPlan:
 
     def unit_positions(self, rank: int) -> np.ndarray:
         """[n_r] int64: global position of each row that `rank` encodes, in the order of its encoder calls."""
-        units = [unit for _, ranges in self.calls[rank] for unit in as_indices(ranges)]
-        return as_indices_in_order([self.unit_ranges[unit] for unit in units])
+        units = [as_indices(ranges) for _, ranges in self.calls[rank]]
+        bounds = np.array(self.unit_ranges, dtype=np.int64).reshape(-1, 2)
+        return expand(bounds[np.concatenate(units)]) if units else np.zeros(0, dtype=np.int64)
 
     @cached_property
     def label_positions(self) -> np.ndarray:
@@ -140,16 +156,12 @@ class ShardPlan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
-def as_indices_in_order(ranges: list[tuple[int, int]]) -> np.ndarray:
-    """Expand ranges one after the other, in the order given: [(5, 7), (0, 1)] -> [5, 6, 0], int64."""
-    return as_indices(tuple(ranges))
-
-
 def check(plan: ShardPlan, sequence: TokenSequence) -> None:
     """Raise AssertionError unless `plan` covers `sequence` exactly; tests call it on every plan made."""
     s, units, labels = sequence.num_tokens, len(sequence.units), len(sequence.label_positions)
     assert np.array_equal(np.sort(plan.order), np.arange(s)), "each token must be on exactly one rank"
-    _check_partition(plan.encode, units, "unit encoded")
+    encoded, _ = flat(plan.encode)
+    assert np.array_equal(np.unique(encoded), np.arange(units)), "each unit must be encoded on some rank"
     _check_partition(plan.scored, labels, "label row scored")
     assert plan.unit_ranges == tuple(map(tuple, sequence.unit_ranges.tolist())), "unit ranges differ from the row's"
     assert np.array_equal(plan.label_positions, sequence.label_positions), "label positions differ from the row's"
@@ -169,25 +181,16 @@ def schedule_calls(sequence: TokenSequence, encode: Ranges, max_tokens: int) -> 
 
     The order of calls is fixed by the metadata: kinds by name, then sizes, then unit numbers.
     """
-    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for unit in as_indices(encode).tolist():
-        groups.setdefault((sequence.unit_segment(unit).kind, sequence.units[unit].size), []).append(unit)
+    units = as_indices(encode)
+    units = units[np.argsort(sequence.unit_sizes[units], kind="stable")]
     calls = []
-    for (kind, _), units in sorted(groups.items()):
-        per_call = max(1, max_tokens // max(1, sequence.units[units[0]].num_tokens))
-        for i in range(0, len(units), per_call):
-            calls.append((kind, _runs(units[i : i + per_call])))
+    for group in np.split(units, np.flatnonzero(np.diff(sequence.unit_sizes[units])) + 1):
+        if not len(group):
+            continue
+        kind, rows = sequence.unit_segment(group[0]).kind, sequence.units[group[0]].num_tokens
+        per_call = max(1, max_tokens // max(1, rows))
+        calls += [(kind, as_ranges(group[first : first + per_call])) for first in range(0, len(group), per_call)]
     return tuple(calls)
-
-
-def _runs(units: list[int]) -> Ranges:
-    bounds: list[tuple[int, int]] = []
-    for unit in units:
-        if bounds and bounds[-1][1] == unit:
-            bounds[-1] = (bounds[-1][0], unit + 1)
-        else:
-            bounds.append((unit, unit + 1))
-    return tuple(bounds)
 
 
 def _check_partition(parts: tuple[Ranges, ...], total: int, what: str) -> None:

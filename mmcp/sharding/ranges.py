@@ -23,9 +23,11 @@ def as_ranges(indices: Iterable[int] | np.ndarray) -> Ranges:
 
 def as_indices(ranges: Ranges) -> np.ndarray:
     """Expand: ((0, 3), (7, 8)) -> [0, 1, 2, 7], int64."""
-    if not ranges:
-        return np.zeros(0, dtype=np.int64)
-    bounds = np.asarray(ranges, dtype=np.int64)
+    return expand(np.array(ranges, dtype=np.int64).reshape(-1, 2))
+
+
+def expand(bounds: np.ndarray) -> np.ndarray:
+    """Expand ranges [ranges, 2], in the order given: [[5, 7], [0, 1]] -> [5, 6, 0], int64."""
     lengths = bounds[:, 1] - bounds[:, 0]
     before = np.cumsum(lengths) - lengths
     return np.repeat(bounds[:, 0] - before, lengths) + np.arange(int(lengths.sum()))
@@ -67,6 +69,12 @@ def by_rank(ranks: np.ndarray, num_ranks: int) -> tuple[Ranges, ...]:
     order = np.argsort(ranks, kind="stable")
     stops = np.cumsum(np.bincount(ranks, minlength=num_ranks))
     return tuple(as_ranges(indices) for indices in np.split(order, stops[:-1]))
+
+
+def flat(parts: Sequence[Ranges]) -> tuple[np.ndarray, np.ndarray]:
+    """List the integers of all parts and the part of each: flat([((0, 2),), ((1, 2),)]) -> [0, 1, 1], [0, 0, 1]."""
+    listed = [as_indices(part) for part in parts]
+    return np.concatenate(listed), np.repeat(np.arange(len(parts)), [len(part) for part in listed])
 
 
 def split(ranges: Ranges, parts: int) -> tuple[Ranges, ...]:

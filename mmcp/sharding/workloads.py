@@ -3,6 +3,7 @@
 Each family returns a row of about the length its name says; `length` scales it, so that tests can draw short ones.
 """
 
+import math
 from collections.abc import Iterable
 from fractions import Fraction
 
@@ -18,6 +19,7 @@ HD, FULL_HD, UHD, SD = (720, 1280), (1080, 1920), (2160, 3840), (360, 640)
 PATCH = 28  # pixels along one side of a row of the encoder: 14-pixel patches, merged two by two
 GRIDS = {16: (4, 4), 48: (6, 8), 108: (9, 12), 192: (12, 16), 432: (18, 24)}
 """Rows along height and width, by rows per frame pair."""
+REFERENCE_KV_HEADS = 8
 MEL_PER_SECOND, AUDIO_ROWS_PER_SECOND, SAMPLES_PER_SECOND = 100, 13, 16_000
 
 Draw = np.random.Generator
@@ -334,6 +336,18 @@ def reference_model(name: str) -> CostModel:
     return REFERENCE_MODELS[name]
 
 
+def reference_mesh(ranks: int) -> tuple[int, int]:
+    """Return the mesh (ring, ulysses) of the reference models: Ulysses up to the KV heads, ring beyond.
+
+    2 -> (1, 2)   8 -> (1, 8)   64 -> (8, 8)   12 -> (3, 4)
+    Raises ValueError for less than one rank.
+    """
+    if ranks < 1:
+        raise ValueError(f"{ranks} ranks cannot hold a row; use at least 1")
+    ulysses = math.gcd(ranks, REFERENCE_KV_HEADS)
+    return ranks // ulysses, ulysses
+
+
 def _vision_flops(size: tuple[int, ...]) -> int:
     """Forward FLOPs of a 32-layer transformer of width 1280 over the 14-pixel patches of a unit."""
     return _transformer_flops(size[-2] * size[-1] // 196, width=1280, layers=32)
@@ -349,9 +363,12 @@ def _transformer_flops(patches: int, *, width: int, layers: int) -> int:
 
 
 def _reference(linear_layers: int, layers: int = 36) -> CostModel:
-    """A backbone of 36 layers of width 4096, 32 query and 8 key-value heads of 128, gated MLP of 12288."""
+    """A backbone of 36 layers of width 4096, 32 query and 8 key-value heads of 128, gated MLP of 12288.
+
+    Softmax layers run in a ring, linear ones pass their state; on a ring of one, both are Ulysses.
+    """
     width, heads, kv_width, hidden, head = 4096, 32, 1024, 12288, 128
-    softmax = LayerCost(count=layers - linear_layers, heads=heads, pair_flops=4 * head, token_flops=0)
+    softmax = LayerCost(count=layers - linear_layers, heads=heads, pair_flops=4 * head, token_flops=0, mode="ring")
     linear = LayerCost(count=linear_layers, heads=heads, pair_flops=0, token_flops=8 * head * head, mode="state")
     return CostModel(
         encoder_flops={"image": _vision_flops, "video": _vision_flops, "audio": _audio_flops},

@@ -33,7 +33,7 @@ def rows(draw, max_segments=7):
     for number in range(draw(st.integers(0, max_segments))):
         document += draw(st.booleans())
         kind = draw(st.sampled_from(("text", "text", "image", "video", "audio")))
-        attends = draw(st.sampled_from(("causal", "both", "prefix")))
+        attends = draw(st.sampled_from(("causal", "prefix") if kind == "text" else ("causal", "both", "prefix")))
         if kind == "text":
             ids = tuple(range(draw(st.integers(0, 6))))
             segments.append(Segment(kind="text", document=document, ids=ids, loss=draw(st.booleans()), attends=attends))

@@ -44,14 +44,18 @@ def slow_decode_ns(sequence, units):
 def recount(sequence, plan):
     """Recount every per-rank number of the record."""
     kinds = [segment.kind for segment in sequence.segments for _ in range(segment.num_tokens)]
-    allowed, per_rank = dense(sequence, 0), []
+    allowed, per_rank, makers = dense(sequence, 0), [], {}
+    for rank in range(plan.ranks):
+        for unit in as_indices(plan.encode[rank]).tolist():
+            for position in range(*sequence.unit_ranges[unit]):
+                makers.setdefault(position, []).append(rank)
+    sources = {p: int(plan.owner[p]) if plan.owner[p] in ranks else min(ranks) for p, ranks in makers.items()}
     for rank in range(plan.ranks):
         held = as_indices(plan.tokens[rank])
         encoded = as_indices(plan.encode[rank]).tolist()
         group, member = divmod(rank, plan.ulysses)
         queries = as_indices(plan.group_tokens[group])
         heads = (member + 1) * 4 // plan.ulysses - member * 4 // plan.ulysses
-        rows_made = [position for unit in encoded for position in range(*sequence.unit_ranges[unit])]
         per_rank.append(
             {
                 "rank": rank,
@@ -62,7 +66,7 @@ def recount(sequence, plan):
                 "linear_flops": 11_000 * len(held),
                 "attention_flops": heads * (2 * 64 * int(allowed[queries].sum()) + 900 * len(queries)),
                 "label_rows": len(as_indices(plan.scored[rank])),
-                "routed_rows": sum(plan.owner[position] != rank for position in rows_made),
+                "routed_rows": sum(int(plan.owner[p] != rank) for p, source in sources.items() if source == rank),
                 "bytes": sum(5 * prod(sequence.units[unit].size) for unit in encoded)
                 + 640 * len(held)
                 + 128 * len(as_indices(plan.scored[rank])),

@@ -24,6 +24,8 @@ CASES = {
     "fewer kv heads than ranks": {"rows": PACKED, "model": {"heads": 5, "kv_heads": 1}},
     "contiguous, labels on the last rank": {"rows": [["vvvvvt"]], "strategy": "contiguous"},
     "contiguous, media on the first rank": {"rows": [["vtttttttttt"]], "strategy": "contiguous"},
+    "encoded on every rank": {"rows": PACKED, "strategy": "replicate"},
+    "blocks of any number of tokens": {"rows": PACKED, "strategy": "lpt_blocks"},
     "text alone": {"rows": [["tt", "ttt"]]},
     "one media unit": {"rows": [["ti"], ["vt"]]},
     "rows of few tokens": {"rows": [["t"], ["t", "t"], ["tt"]]},
