@@ -1,8 +1,8 @@
 """One sample of a manifest as one token sequence: turns of text, with each clip's tracks joined in time order."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Literal, Protocol, TypeVar
@@ -16,7 +16,7 @@ from data_pipelines.media import MediaError
 from data_pipelines.parts import MediaPart, image_part, scene_lead, sound_part, video_part
 from data_pipelines.units import PictureRule, SoundRule
 from mmcp.config import config
-from mmcp.interleave import StampConfig, TimedText, Track, interleave
+from mmcp.interleave import Piece, StampConfig, TimedText, Track, interleave
 from mmcp.sequence import Segment, TokenSequence
 
 R = TypeVar("R")
@@ -28,11 +28,8 @@ class TextRule(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of text."""
 
-    def opening(self, role: str) -> list[int]:
-        """Ids before a turn."""
-
-    def closing(self, role: str) -> list[int]:
-        """Ids after a turn; of the assistant's, they are trained."""
+    def conversation(self, turns: Sequence[tuple[str, Sequence[str | None]]], *, prompt: bool) -> list[Piece]:
+        """Lay out turns of text and media (None); raises ValueError for what cannot be laid out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +120,12 @@ class _Layout:
     def items(self) -> list[Item]:
         return [item for _, items in self.turns for item in items]
 
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The conversation, the same at every setting."""
+        turns = [(role, [item.text if item.kind == "text" else None for item in items]) for role, items in self.turns]
+        return self.rules.text.conversation(turns, prompt=self.prompt)
+
     def fit(self) -> tuple[TokenSequence, BudgetReport, tuple[str, ...]]:
         """Lay out as finely as the budget allows; say what was reduced, and whose sound is missing.
 
@@ -134,7 +137,7 @@ class _Layout:
         )
         parts = {key: part for key, part in parts.items() if part.part.leaves}
         chain = Chain([part.part for part in parts.values()])
-        words = sum(segment.num_tokens for _, segment in self._texts())
+        words = sum(len(piece.ids) for piece in self.pieces)
         words += sum(len(caption.ids) for item in self.items for caption in self._captions(item))
         limit = self.config.budget.tokens
         if words + chain.least > limit:
@@ -196,30 +199,14 @@ class _Layout:
             raise MediaError(item.media, "no audio stream")
         return sound_part(clip, rule, self.config.budget.settings, view=item.view, always=item.kind == "audio")
 
-    def _texts(self) -> list[tuple[int, Segment]]:
-        """All text but stamps, each with the number of the items before it."""
-        texts, number = [], 0
-        for role, items in self.turns:
-            trained = role == "assistant"
-            texts.append((number, _words(self.rules.text.opening(role))))
-            for item in items:
-                if item.kind == "text":
-                    texts.append((number, _words(self.encode(item.text), trained)))
-                number += 1
-            texts.append((number, _words(self.rules.text.closing(role), trained)))
-        if self.prompt:
-            texts.append((number, _words(self.rules.text.opening("assistant"))))
-        return texts
-
     def _sequence(self, parts: Parts, cells: Mapping[tuple[int, str], list[Cell]]) -> TokenSequence:
         """Lay out all turns."""
         segments: list[Segment] = []
-        texts = self._texts()
-        for number, item in enumerate(self.items):
-            segments += [text for before, text in texts if before == number]
-            if item.kind != "text":
-                segments += self._media(number, item, parts, cells)
-        segments += [text for before, text in texts if before == len(self.items)]
+        for piece in self.pieces:
+            if piece.item < 0:
+                segments.append(_words(piece.ids, piece.trained))
+            else:
+                segments += self._media(piece.item, self.items[piece.item], parts, cells)
         return TokenSequence(tuple(segment for segment in segments if segment.num_tokens))
 
     def _media(
@@ -234,7 +221,8 @@ class _Layout:
                 if kind == "image":
                     return [Segment(kind=kind, source=item.media, units=units)]
                 stream = getattr(self._clip(item), kind).stream
-                tracks.append(Track(kind=kind, source=item.media, stream=stream, units=units, stamped=kind == "video"))
+                stamped = kind == "video" and bool(self.config.stamps.pattern)
+                tracks.append(Track(kind=kind, source=item.media, stream=stream, units=units, stamped=stamped))
         return interleave(
             tracks,
             stamp=lambda time: self.encode(self.config.stamps.text(time)),

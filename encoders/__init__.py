@@ -8,6 +8,7 @@ from encoders.base import ENCODERS, Encoder
 from encoders.image import ImagePatches, ImageTimm
 from encoders.text import Tokenizer, TokenizerConfig
 from encoders.video import VideoPatches, VideoTimm
+from encoders.whisper import Whisper
 
 __all__ = [
     "ENCODERS",
@@ -19,4 +20,5 @@ __all__ = [
     "TokenizerConfig",
     "VideoPatches",
     "VideoTimm",
+    "Whisper",
 ]

@@ -50,13 +50,7 @@ class AudioWindows(Encoder):
             )
 
     def grid(self, size: tuple[int, ...]) -> tuple[int, int, int]:
-        (frames,) = size
-        if not 0 < frames <= self.window or frames % self.frames_per_row:
-            raise ValueError(
-                f"a window of {frames} mel frames is not one of {self.frames_per_row}, {2 * self.frames_per_row}, ..., "
-                f"{self.window}; pad it to whole rows or cut it at {self.window}"
-            )
-        return frames // self.frames_per_row, 1, 1
+        return row_grid(size, window=self.window, frames_per_row=self.frames_per_row)
 
     def flops(self, size: tuple[int, ...], *, width: int) -> int:
         rows, steps = self.num_tokens(size), size[0] // 2
@@ -84,3 +78,14 @@ class AudioWindows(Encoder):
             heads=self.heads,
             mlp_ratio=self.mlp_ratio,
         )
+
+
+def row_grid(size: tuple[int, ...], *, window: int, frames_per_row: int) -> tuple[int, int, int]:
+    """Return the grid of a window of mel frames; raises ValueError for one that is too long or not of whole rows."""
+    (frames,) = size
+    if not 0 < frames <= window or frames % frames_per_row:
+        raise ValueError(
+            f"a window of {frames} mel frames is not one of {frames_per_row}, {2 * frames_per_row}, ..., {window}; "
+            f"pad it to whole rows or cut it at {window}"
+        )
+    return frames // frames_per_row, 1, 1

@@ -10,9 +10,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mmcp.config import config
+from mmcp.interleave import Piece
 
+Turns = Sequence[tuple[str, Sequence[str | None]]]
 ROLES = ("user", "assistant", "system")
 
 
@@ -23,8 +26,22 @@ class TokenizerConfig:
     file: str = ""
     """A JSON file of the `tokenizers` library; empty: one id a byte of UTF-8."""
 
+    template: str = ""
+    """The chat template of the file's model: a .jinja file, or a tokenizer_config.json; empty: the marks above."""
+    pads: tuple[str, ...] = ()
+    """What the template writes for a medium, such as <|video_pad|>, where it takes contents as lists of parts; rows of
+    the encoder stand there. Empty: contents are text, media stand where the manifest has them."""
+
+    def __post_init__(self):
+        if self.template and not self.file:
+            raise ValueError("tokenizer.template needs tokenizer.file, whose special tokens it writes; name both")
+        if self.pads and not self.template:
+            raise ValueError(f"tokenizer.pads={self.pads} without tokenizer.template; name the template")
+
     def build(self) -> "Tokenizer":
         """Make the tokenizer; raises ValueError for a file that is none."""
+        if self.template:
+            return ChatTokenizer(self.file, self.template, self.pads)
         return FileTokenizer(self.file) if self.file else ByteTokenizer()
 
 
@@ -52,6 +69,26 @@ class Tokenizer(ABC):
     def closing(self, role: str) -> list[int]:
         """Ids after a turn of `role`."""
         return [self.end] if role == "assistant" else []
+
+    def conversation(self, turns: Turns, *, prompt: bool) -> list[Piece]:
+        """Lay out a conversation; only the assistant's words, and what ends them, are trained.
+
+        turns: role and items of each; an item is text, or None for a medium
+        prompt: end with the opening of an assistant's turn
+        """
+        pieces, item = [], 0
+        for role, items in turns:
+            trained = role == "assistant"
+            pieces.append(Piece(ids=tuple(self.opening(role))))
+            for text in items:
+                pieces.append(
+                    Piece(item=item) if text is None else Piece(ids=tuple(self.encode(text)), trained=trained)
+                )
+                item += 1
+            pieces.append(Piece(ids=tuple(self.closing(role)), trained=trained))
+        if prompt:
+            pieces.append(Piece(ids=tuple(self.opening("assistant"))))
+        return [piece for piece in pieces if piece.ids or piece.item >= 0]
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -123,3 +160,50 @@ class FileTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.model.decode([id for id in ids if id < self.text_size], skip_special_tokens=True)
+
+
+class ChatTokenizer(FileTokenizer):
+    """A tokenizer file with its model's chat template: special tokens are the file's own, and only the template's."""
+
+    def __init__(self, path: str, template: str, pads: tuple[str, ...]):
+        from encoders.chat import ChatTemplate
+
+        super().__init__(path)
+        added: dict[int, Any] = self.model.get_added_tokens_decoder()
+        self.special = {id for id, token in added.items() if token.special or token.content in pads}
+        unknown = [pad for pad in pads if self.model.token_to_id(pad) is None]
+        if unknown:
+            raise ValueError(f"tokenizer.pads: '{path}' has no token '{unknown[0]}'; name tokens of the file")
+        self.forbidden |= self.special
+        self.own = type(self.model).from_str(self.model.to_str())
+        self.template = ChatTemplate.read(template, pads=pads)
+        self._end = self._find_end()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.text_size
+
+    @property
+    def end(self) -> int:
+        return self._end
+
+    def conversation(self, turns: Turns, *, prompt: bool) -> list[Piece]:
+        from encoders.chat import to_pieces
+
+        cleaned = [(role, [text if text is None else self.clean(text)[0] for text in items]) for role, items in turns]
+        spans = self.template.spans(cleaned, prompt=prompt)
+        return to_pieces(
+            spans, encode=self._encode, encode_own=self._encode_own, is_end=lambda id: id in self.special
+        )  # fmt: skip
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.model.decode([id for id in ids if id not in self.special], skip_special_tokens=True)
+
+    def _encode_own(self, text: str) -> list[int]:
+        """Encode what the template writes, special tokens included."""
+        return self.own.encode(text, add_special_tokens=False).ids
+
+    def _find_end(self) -> int:
+        """Return the special token that ends an assistant's turn."""
+        pieces = self.conversation([("user", ["a"]), ("assistant", ["b"])], prompt=False)
+        return [id for piece in pieces if piece.trained for id in piece.ids][-1]

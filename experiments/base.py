@@ -1,9 +1,10 @@
 """What every job shares: the config of a run, and the model and plans that it describes."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
@@ -14,7 +15,9 @@ from data_pipelines.mixture import DataSource, Mixture
 from encoders import ENCODERS, AudioWindows, Encoder, ImagePatches, TokenizerConfig, VideoPatches
 from mmcp.attention import AttentionConfig
 from mmcp.config import OneOf, config
+from mmcp.model.adapters import LoraConfig
 from mmcp.model.backbone import BackboneConfig
+from mmcp.model.pretrained import Decoder, ModelFolder
 from mmcp.model.vlm import VideoLM
 from mmcp.parallel.mesh import MeshConfig
 from mmcp.sequence import TokenSequence
@@ -30,14 +33,33 @@ from mmcp.training.train import TrainConfig
 
 @config
 class ModelConfig:
-    """Encoders and backbone."""
+    """Encoders and backbone.
 
-    backbone: BackboneConfig
+    With `pretrained` and without `backbone`, the folder's config.json says what the backbone, its vocabulary and its
+    head are. All settings, and so the run's config.yaml, then have them written out; with both given, `backbone` wins.
+    """
+
+    pretrained: str = ""
+    """Folder of a model of transformers whose weights embedding, backbone and head start from; empty: new weights."""
+    backbone: BackboneConfig = cast(BackboneConfig, None)  # required unless `pretrained` says it
+    vocabulary: NonNegativeInt = 0
+    """Rows of the embedding and of the head; 0: as many as the tokenizer has ids."""
+    tied_head: bool = False
+    """Score labels by the weights that embed text."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters of the backbone."""
     image: Annotated[Any, OneOf(ENCODERS)] = ImagePatches()
     video: Annotated[Any, OneOf(ENCODERS)] = VideoPatches()
     audio: Annotated[Any, OneOf(ENCODERS)] = AudioWindows()
 
     def __post_init__(self):
+        if self.backbone is None:
+            if not self.pretrained:
+                raise ValueError("backbone is missing; describe it, or name a model folder in model.pretrained")
+            decoder = ModelFolder.open(self.pretrained).decoder
+            object.__setattr__(self, "backbone", decoder.backbone)
+            object.__setattr__(self, "vocabulary", decoder.vocabulary)
+            object.__setattr__(self, "tied_head", decoder.tied_head)
         for kind, encoder in self.encoders.items():
             if encoder.kind != kind:
                 raise ValueError(f"{kind}: encoder '{encoder.name}' encodes {encoder.kind}; choose one for {kind}")
@@ -46,6 +68,15 @@ class ModelConfig:
     def encoders(self) -> dict[str, Encoder]:
         """By segment kind."""
         return {"audio": self.audio, "image": self.image, "video": self.video}
+
+    def decoder(self, ids: int) -> Decoder:
+        """Return the text model, for a tokenizer of so many ids. Raises ValueError when there are more than rows."""
+        if self.vocabulary and ids > self.vocabulary:
+            raise ValueError(
+                f"the tokenizer has {ids} ids, the model {self.vocabulary} rows (model.vocabulary); use the "
+                "tokenizer.json of the model's folder"
+            )
+        return Decoder(backbone=self.backbone, vocabulary=self.vocabulary or ids, tied_head=self.tied_head)
 
 
 @config
@@ -112,6 +143,8 @@ class RunConfig:
 
     folder: str
     """Where the run is written."""
+    start_from: str = ""
+    """Folder of a finished run whose last weights this one starts from: the stage before; empty: none."""
     seed: NonNegativeInt = 0
     """Of new weights and of the order of samples."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -164,7 +197,7 @@ class RunConfig:
         """Make the planner of this run."""
         costs = cost_model(
             self.model,
-            vocabulary=vocabulary,
+            vocabulary=self.model.decoder(vocabulary).vocabulary,
             dtype=self.compute_dtype or self.parameter_dtype,
             call_tokens=self.sharding.call_tokens,
             rates=self.rates,
@@ -173,11 +206,15 @@ class RunConfig:
 
 
 def build_model(model: ModelConfig, *, vocabulary: int, seed: int, dtype: torch.dtype) -> VideoLM:
-    """Make the model with new weights, the same on every rank."""
-    width = model.backbone.width
+    """Make the model with new weights, the same on every rank; a pretrained decoder's are on torch's meta device."""
+    width, decoder = model.backbone.width, model.decoder(vocabulary)
     torch.manual_seed(seed)
     encoders = {kind: encoder.build(width) for kind, encoder in model.encoders.items()}
-    return VideoLM(model.backbone.build(), encoders, vocabulary=vocabulary).to(dtype)
+    with torch.device("meta") if model.pretrained else nullcontext():
+        backbone = decoder.backbone.build()
+        built = VideoLM(backbone, encoders, vocabulary=decoder.vocabulary, tied_head=decoder.tied_head)
+        model.lora.adapt(built.backbone)
+    return built.to(dtype)
 
 
 def cost_model(model: ModelConfig, *, vocabulary: int, dtype: torch.dtype, call_tokens: int, rates: Rates) -> CostModel:

@@ -11,9 +11,11 @@ from encoders import Tokenizer
 from experiments.base import RunConfig
 from experiments.pipeline import Pipeline
 from mmcp.config import ConfigError
+from mmcp.model.pretrained import ModelFolder
 from mmcp.parallel.modes import check_layer
 from mmcp.training import checkpoint
 from mmcp.training.run_folder import check_run_folder
+from mmcp.training.stages import last_checkpoint
 
 
 def check(settings: RunConfig, *, file: str | Path = "config", resume: bool | None = None) -> None:
@@ -32,6 +34,12 @@ def check(settings: RunConfig, *, file: str | Path = "config", resume: bool | No
     if tokenizer:
         with _noting(problems, "model"):
             settings.planner(tokenizer.vocab_size).step([])
+    with _noting(problems, "model.pretrained"):
+        if settings.model.pretrained and not resume and not settings.start_from:
+            ModelFolder.open(settings.model.pretrained).check()
+    with _noting(problems, "start_from"):
+        if settings.start_from and not resume:
+            last_checkpoint(settings.start_from)
     held_out = (DataSource(path=settings.data.held_out),) if settings.data.held_out else ()
     for name, sources in (("train", settings.data.sources), ("held_out", held_out)):
         if sources or name == "train":

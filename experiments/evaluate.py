@@ -106,7 +106,7 @@ class Answering:
             self.mesh = build_mesh(self.settings.mesh, device=device)
             self.tokenizer = self.settings.tokenizer.build()
             vocabulary = self.tokenizer.vocab_size
-            self.runner: StepRunner = run_runner(self.settings, self.mesh, vocabulary=vocabulary)
+            self.runner: StepRunner = run_runner(self.settings, self.mesh, vocabulary=vocabulary, is_filled_later=True)
             checkpoint.load(self.saved, model=self.runner.model, group=self.mesh.world)
             self.pool = WorkerPool(self.settings.data.workers, self.settings.data.deadline_s)
             stack.callback(self.pool.close)

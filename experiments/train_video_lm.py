@@ -30,6 +30,7 @@ from mmcp.report.run import write_run_report
 from mmcp.training import checkpoint
 from mmcp.training.parts import part_of
 from mmcp.training.run_folder import open_run_folder, write_setup
+from mmcp.training.stages import last_checkpoint, start_from
 from mmcp.training.step import StepRunner
 from mmcp.training.train import Counters, OnStep, Trainer, never
 
@@ -109,7 +110,10 @@ def train_on(
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         tokenizer = settings.tokenizer.build()
-        runner = run_runner(settings, mesh, vocabulary=tokenizer.vocab_size)
+        is_filled_later = resume or bool(settings.start_from)
+        runner = run_runner(settings, mesh, vocabulary=tokenizer.vocab_size, is_filled_later=is_filled_later)
+        if settings.start_from and not resume:
+            start_from(runner.model, last_checkpoint(settings.start_from), settings.model.lora, group=mesh.world)
         optimizer = settings.optim.build(runner.model, rate_of=lambda name: settings.parts.rate(part_of(name)))
         shards = settings.data.open_train()
         start, counters = 0, Counters()

@@ -157,6 +157,14 @@ def _eval(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
 
 
+def _export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new folder for the model")
+    types = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=types, default="float32", help="type of the weights in the files")
+    _add_json(parser)
+
+
 def _ask(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("question", metavar="QUESTION", help="what to ask about the clip")
@@ -241,6 +249,13 @@ VERBS = {
             'mmcp ask runs/demo "Which color flashed?" --video runs/demo-data/media/heldout_00000.mp4',
             "experiments.ask:run",
             _ask,
+        ),
+        Verb(
+            "export",
+            "write the decoder of a run as a folder that transformers loads",
+            "mmcp export runs/demo --out runs/demo-model",
+            "experiments.export:run",
+            _export,
         ),
         Verb(
             "inspect",

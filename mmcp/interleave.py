@@ -16,12 +16,12 @@ class StampConfig:
     """How the time of a frame group is written before it."""
 
     pattern: str = "<{seconds}>"
-    """Text in which {seconds} stands for the time."""
+    """Text in which {seconds} stands for the time; empty: no stamps, as models with time-aligned positions read."""
     decimals: int = 1
     """Digits after the point; groups less than one such step apart may get the same text."""
 
     def __post_init__(self):
-        if "{seconds}" not in self.pattern or self.decimals < 0:
+        if (self.pattern and "{seconds}" not in self.pattern) or self.decimals < 0:
             raise ValueError(
                 f"pattern='{self.pattern}' with decimals={self.decimals} cannot tell a time; "
                 "write {seconds} in the pattern and use decimals of at least 0"
@@ -34,6 +34,17 @@ class StampConfig:
         whole, rest = divmod(abs(steps), scale)
         digits = f"{'-' if steps < 0 else ''}{whole}" + (f".{rest:0{self.decimals}}" if self.decimals else "")
         return self.pattern.replace("{seconds}", digits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A stretch of a conversation, as a tokenizer lays it out: ids of text, or the place of a medium."""
+
+    ids: tuple[int, ...] = ()
+    trained: bool = False
+    """Whether the ids are trained targets."""
+    item: int = -1
+    """Number of the medium that stands here, counted over the items of all turns; -1: text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,7 @@
 """One pre-norm decoder block."""
 
+from collections.abc import Callable
+
 from torch import Tensor, is_grad_enabled, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -10,11 +12,11 @@ from mmcp.model.layers import AttentionLayer, GatedMLP, RMSNorm
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)); with `checkpointing` only x is kept and the rest computed again."""
 
-    def __init__(self, mixer: AttentionLayer, mlp: GatedMLP, *, width: int, norm_eps: float, checkpointing: bool):
+    def __init__(self, mixer: AttentionLayer, mlp: GatedMLP, *, norm: Callable[[], RMSNorm], checkpointing: bool):
         super().__init__()
-        self.mixer_norm = RMSNorm(width, norm_eps)
+        self.mixer_norm = norm()
         self.mixer = mixer
-        self.mlp_norm = RMSNorm(width, norm_eps)
+        self.mlp_norm = norm()
         self.mlp = mlp
         self.checkpointing = checkpointing
 

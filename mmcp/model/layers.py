@@ -18,16 +18,22 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu"
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv 1910.07467).
 
-    def __init__(self, size: int, eps: float):
+    zero_centred: multiply by 1 + weight instead, as Qwen3-Next does, so that decay pulls the product to 1
+    """
+
+    def __init__(self, size: int, eps: float, *, zero_centred: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(size) if zero_centred else torch.ones(size))
+        self.eps, self.zero_centred = eps, zero_centred
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size] -> the same shape and type."""
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        weight: Tensor = self.weight
+        if self.zero_centred:
+            weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return _RMSNorm.apply(x, weight, self.eps)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -51,11 +57,11 @@ class _RMSNorm(torch.autograd.Function):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202)."""
 
-    def __init__(self, width: int, hidden: int):
+    def __init__(self, width: int, hidden: int, *, bias: bool = False):
         super().__init__()
-        self.gate = nn.Linear(width, hidden, bias=False)
-        self.up = nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
+        self.gate = nn.Linear(width, hidden, bias=bias)
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [s/cp, e] -> [s/cp, e]."""
@@ -93,7 +99,8 @@ class AttentionLayer(nn.Module):
         shape: HeadShape,
         qk_norm: bool,
         bias: bool,
-        norm_eps: float,
+        out_bias: bool,
+        norm: Callable[[int], RMSNorm],
     ):
         super().__init__()
         heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
@@ -104,13 +111,13 @@ class AttentionLayer(nn.Module):
             {spec.name: nn.Linear(width, count[spec.heads] * spec.dim, bias=bias) for spec in core.tensors}
         )
         has_norm = qk_norm and variant.qk_norm
-        self.norm = nn.ModuleDict({name: RMSNorm(head_dim, norm_eps) for name in "qk"} if has_norm else {})
+        self.norm = nn.ModuleDict({name: norm(head_dim) for name in "qk"} if has_norm else {})
         self.rotary = variant.rotary
         share = split_heads(heads, kv_heads, 1)[0]
         self.attention: nn.Module = LocalAttention(core, share, mode=variant.mode, chunks=variant.chunks)
         self.gate = nn.Linear(width, heads * core.out_dim, bias=False) if variant.output_gate else None
         self.gate_activation = GATES[variant.gate_activation]
-        self.out = nn.Linear(heads * core.out_dim, width, bias=False)
+        self.out = nn.Linear(heads * core.out_dim, width, bias=out_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, info: RowInfo) -> Tensor:
         """x: [s/cp, e]  cos, sin: [s/cp, d/2]  ->  [s/cp, e]."""

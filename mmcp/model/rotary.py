@@ -1,7 +1,8 @@
 """Rotary position embedding for one or three position axes (Su et al. 2021, arXiv 2104.09864; M-RoPE: 2409.12191).
 
-Frequency i of d/2 turns the pair (x_i, x_{i + d/2}) by position * theta^(-2i/d). With three axes each frequency
-belongs to one of them; sections (4, 2, 2) give, for time, height and width:
+Frequency i of d/2 turns the pair (x_i, x_{i + d/2}) by position * theta^(-2i/d), scaled as `rope_scaling` says;
+where d is less than the size of a head, the rest of the head stays as it is. With three axes each frequency belongs to
+one of them; sections (4, 2, 2) give, for time, height and width:
 
     contiguous   t t t t h h w w      Qwen2.5-VL
     interleaved  t h w t h w t t      Qwen3-VL
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from mmcp.model.rope_scaling import RopeScaling
 
 
 def frequency_axes(num_frequencies: int, sections: tuple[int, ...], interleaved: bool) -> np.ndarray:
@@ -27,29 +30,32 @@ def frequency_axes(num_frequencies: int, sections: tuple[int, ...], interleaved:
 
 
 class Rotary:
-    """Makes the cos and sin tables of a row, once per forward for all layers."""
+    """Makes the cos and sin tables of a row, once per forward for all layers.
 
-    def __init__(self, *, head_dim: int, theta: float, sections: tuple[int, ...], interleaved: bool):
-        self.head_dim, self.theta = head_dim, theta
-        self.axes = frequency_axes(head_dim // 2, sections, interleaved)
+    dim: numbers of a head that turn
+    """
 
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def __init__(self, *, dim: int, theta: float, sections: tuple[int, ...], interleaved: bool, scaling: RopeScaling):
+        self.dim, self.theta, self.scaling = dim, theta, scaling
+        self.axes = frequency_axes(dim // 2, sections, interleaved)
+
+    def tables(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of every angle, computed in float64.
 
-        positions: [axes, s/cp] int64
+        positions: [axes, s/cp] int64 or float64
+        lengths:   [s/cp] int64  tokens of each token's document; may be empty where the scaling looks at none
         returns two [s/cp, d/2], in float32 or `dtype`, whichever is wider
         """
-        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device) / self.head_dim
         axes = torch.from_numpy(self.axes).to(positions.device)
-        angles = positions[axes].T * self.theta**-exponent
-        wide = torch.promote_types(dtype, torch.float32)
-        return angles.cos().to(wide), angles.sin().to(wide)
+        angles = positions[axes].T * self.scaling.frequencies(self.dim, self.theta, lengths)
+        wide, amplitude = torch.promote_types(dtype, torch.float32), self.scaling.amplitude
+        return (angles.cos() * amplitude).to(wide), (angles.sin() * amplitude).to(wide)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each head by the position of its token; keeps nothing but the tables for backward.
 
-    x: [s/cp, heads, d]  cos, sin: [s/cp, d/2]   returns x's shape and type
+    x: [s/cp, heads, at least d]  cos, sin: [s/cp, d/2]   returns x's shape and type
     """
     return _Rotate.apply(x, cos, sin)
 
@@ -68,8 +74,10 @@ class _Rotate(torch.autograd.Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    out_first, out_second = out.chunk(2, dim=-1)
+    turned = 2 * cos.shape[-1]
+    out[..., turned:] = x[..., turned:]
+    first, second = x[..., :turned].to(cos.dtype).chunk(2, dim=-1)
+    out_first, out_second = out[..., :turned].chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     out_first.copy_((first * cos).addcmul_(second, sin, value=-1))
     out_second.copy_((second * cos).addcmul_(first, sin))

@@ -33,7 +33,7 @@ class RankRow:
     media: Tensor
     """[m] int64: where encoder rows stand among this rank's tokens, ascending."""
     positions: Tensor
-    """[axes, s/cp] int64: rotary positions of this rank's tokens."""
+    """[axes, s/cp] int64 or float64: rotary positions of this rank's tokens."""
     labels: Tensor
     """[l] int64: the labels of the rows this rank scores, ascending; NO_LABEL for those of a void sample."""
     info: RowInfo
@@ -48,9 +48,10 @@ class VideoLM(nn.Module):
     """Decoder over one interleaved row of text, image, video and audio.
 
     encoders: by segment kind; image and video may be one module
+    tied_head: score labels by the very weights that embed text
     """
 
-    def __init__(self, backbone: Backbone, encoders: dict[str, nn.Module], *, vocabulary: int):
+    def __init__(self, backbone: Backbone, encoders: dict[str, nn.Module], *, vocabulary: int, tied_head: bool = False):
         super().__init__()
         width, std = backbone.settings.width, backbone.settings.init_std
         self.embedding = nn.Embedding(vocabulary, width)
@@ -58,6 +59,8 @@ class VideoLM(nn.Module):
         self.encoders = nn.ModuleDict(encoders)
         self.backbone = backbone
         self.head = LMHead(width, vocabulary, std=std)
+        if tied_head:
+            self.head.register_parameter("weight", self.embedding.get_parameter("weight"))
 
     def encode(self, calls: Sequence[tuple]) -> Tensor:
         """Run the planned encoder calls: (kind, input) or (kind, input, kept features). Returns [n_r, e].

@@ -21,7 +21,7 @@ def rank_row(
 ) -> RankRow:
     """Take `rank`'s share of a row.
 
-    positions: [axes, s] int64 rotary positions of the whole row
+    positions: [axes, s] int64 or float64 rotary positions of the whole row
     void:      documents whose media could not be read; their labels do not count
     """
 

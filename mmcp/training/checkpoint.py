@@ -82,6 +82,26 @@ def load(
     return read_state(checkpoint)
 
 
+def read_tensors(checkpoint: str | Path, tensors: dict[str, Tensor], *, group: Group) -> None:
+    """Fill tensors, by their names in the checkpoint (`model.` before a parameter's), from a checkpoint of any ranks.
+
+    Raises ValueError, before any is touched, for a file that is missing or cut short and for a tensor that the
+    checkpoint has not, or has in another shape or type.
+    """
+    checkpoint = Path(checkpoint).resolve()
+    wanted = _describe(tensors)
+    agree(_attempt(group, _check_some, checkpoint, wanted), group=group, timeout=None)
+    with _plain_errors(f"cannot read {checkpoint}", group):
+        reader = HuggingFaceStorageReader(str(checkpoint))
+        dcp.load(tensors, storage_reader=reader, process_group=group.handle, no_dist=group.size == 1)
+
+
+def contents(checkpoint: str | Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return type and whole shape of every tensor of a checkpoint, by name. Raises ValueError for none."""
+    saved = _read_json(Path(checkpoint).resolve() / "contents.json")["tensors"]
+    return {name: (getattr(torch, dtype), tuple(shape)) for name, (dtype, shape) in saved.items()}
+
+
 def read_state(checkpoint: str | Path) -> dict[str, Any]:
     """Return what `save` was given as state, with `step`. Raises ValueError when it is missing or not JSON."""
     return _read_json(Path(checkpoint).resolve() / "state.json")
@@ -118,7 +138,9 @@ def _complete(folder: Path) -> list[Path]:
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Name every tensor of the model and the optimizer; what is loaded goes into these very tensors."""
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    kept = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(kept.items())}  # tied tensors are kept once
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in kept.items() if first[id(tensor)] == name}
     if optimizer is not None:
         for name, parameter in _trained(model, optimizer).items():
             moments = optimizer.state[parameter] or {part: torch.zeros_like(parameter) for part in _MOMENTS[1:]}
@@ -198,6 +220,18 @@ def _check(checkpoint: Path, wanted: dict[str, list], with_optimizer: bool) -> N
     saved = contents["tensors"]
     if not with_optimizer:
         saved = {name: how for name, how in saved.items() if not name.startswith("optimizer.")}
+    _refuse_differences(checkpoint, saved, wanted)
+
+
+def _check_some(checkpoint: Path, wanted: dict[str, list]) -> None:
+    """Raise ValueError unless every file is there, whole, and holds what is wanted, whatever else it holds."""
+    found = _read_json(checkpoint / "contents.json")
+    _check_files(checkpoint, found["files"])
+    _refuse_differences(checkpoint, {name: how for name, how in found["tensors"].items() if name in wanted}, wanted)
+
+
+def _refuse_differences(checkpoint: Path, saved: dict[str, list], wanted: dict[str, list]) -> None:
+    """Raise ValueError listing the tensors that differ in name, shape or type."""
     differences = [f"{name} is not in the checkpoint" for name in wanted.keys() - saved.keys()]
     differences += [f"{name} is not in the model" for name in saved.keys() - wanted.keys()]
     differences += [

@@ -12,7 +12,7 @@ from mmcp.attention.base import HeadShape, split_heads
 from mmcp.attention.chunks import runs_of
 from mmcp.attention.delta_chunks import gated_delta, gated_delta_state
 from mmcp.masks import Mask
-from mmcp.model.layers import AttentionLayer
+from mmcp.model.layers import AttentionLayer, RMSNorm
 from tests.attention.rows import draw_inputs, relative_error, row_info
 
 theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
@@ -120,7 +120,8 @@ def test_the_layer_is_the_layer_of_qwen3_next(dtype, bound, without_casts):
     torch.manual_seed(0)
     shape, width = HeadShape(heads=6, kv_heads=3, head_dim=8), 20
     layer = AttentionLayer(
-        GatedDeltaConfig(), width=width, shape=shape, qk_norm=True, bias=False, norm_eps=1e-6
+        GatedDeltaConfig(), width=width, shape=shape, qk_norm=True, bias=False, out_bias=False,
+        norm=lambda size: RMSNorm(size, 1e-6),
     ).to(dtype)  # fmt: skip
     peer = peer_of(layer, shape, width, dtype)
     hidden = torch.randn(90, width, dtype=dtype)

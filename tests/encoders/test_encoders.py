@@ -4,20 +4,58 @@ Compared: rows with `num_tokens`; units together with units alone; FLOPs and kep
 default vision transformer and sound encoder with loops over patches and heads. Run: pytest tests/encoders
 """
 
+import atexit
+import json
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from functools import cache
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from encoders import ENCODERS, AudioWindows, ImagePatches, ImageTimm, VideoPatches, VideoTimm
+from encoders import ENCODERS, AudioWindows, ImagePatches, ImageTimm, VideoPatches, VideoTimm, Whisper
 
 WIDTH = 24
+WHISPER = {
+    "model_type": "whisper", "d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64,
+    "num_mel_bins": 8, "max_source_positions": 40,
+}  # fmt: skip
+
+
+@cache
+def whisper_folder() -> str:
+    """Write a tiny Whisper's encoder with drawn weights; the folder goes with the process."""
+    folder = tempfile.TemporaryDirectory(prefix="whisper-")
+    atexit.register(folder.cleanup)
+    (Path(folder.name) / "config.json").write_text(json.dumps(WHISPER))
+    save_file(drawn_whisper(), Path(folder.name) / "model.safetensors")
+    return folder.name
+
+
+def drawn_whisper() -> dict[str, torch.Tensor]:
+    """Draw the tensors of a Whisper encoder, by transformers' names."""
+    c, generator = WHISPER["d_model"], torch.Generator().manual_seed(0)
+    shapes = {"conv1.weight": (c, 8, 3), "conv1.bias": (c,), "conv2.weight": (c, c, 3), "conv2.bias": (c,),
+              "embed_positions.weight": (40, c), "layer_norm.weight": (c,), "layer_norm.bias": (c,)}  # fmt: skip
+    for layer in range(WHISPER["encoder_layers"]):
+        for name, shape in {
+            **{f"self_attn.{p}_proj.weight": (c, c) for p in ("q", "k", "v", "out")},
+            **{f"self_attn.{p}_proj.bias": (c,) for p in ("q", "v", "out")},
+            **{f"{p}_layer_norm.{end}": (c,) for p in ("self_attn", "final") for end in ("weight", "bias")},
+            "fc1.weight": (4 * c, c), "fc1.bias": (4 * c,), "fc2.weight": (c, 4 * c), "fc2.bias": (c,),
+        }.items():  # fmt: skip
+            shapes[f"layers.{layer}.{name}"] = shape
+    return {f"model.encoder.{name}": 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
 PATCHES = {"patch": 4, "channels": 16, "layers": 2, "heads": 2}
 EXAMPLES = [
     (ImagePatches(**PATCHES), [(8, 8), (16, 24)]),
@@ -27,6 +65,7 @@ EXAMPLES = [
     (ImageTimm(model="test_vit"), [(32, 32), (64, 32)]),
     (ImageTimm(model="test_resnet", merge=1), [(64, 32)]),
     (VideoTimm(model="test_vit2", merge=1), [(2, 16, 48)]),
+    (Whisper(folder=whisper_folder(), window=40), [(8,), (24,), (40,)]),
 ]
 CASES = [(config, size) for config, sizes in EXAMPLES for size in sizes]
 case = pytest.mark.parametrize(("config", "size"), CASES, ids=lambda value: getattr(value, "name", str(value)))

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from timm.models.vision_transformer import checkpoint_filter_fn
 
 from encoders import ImageTimm, VideoTimm
 from encoders.networks.timm_vision import measure, places, stride, unused
@@ -92,3 +93,28 @@ def test_asking_about_a_model_does_not_change_what_is_drawn_next():
     config.flops((32, 32), width=8)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, fresh[name]) for name, value in config.build(8).state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("model", "sides"), [("vit_base_patch16_siglip_224", (64, 96)), ("vit_small_patch14_dinov2", (56, 84))]
+)
+def test_siglip_and_dinov2_resize_their_positions_as_timm_does(tmp_path, model, sides):
+    """The peer is made for this picture size, and timm resamples the position embedding when it loads the file."""
+    torch.manual_seed(0)
+    path = str(tmp_path / "weights.safetensors")
+    save_file(timm.create_model(model, num_classes=0).state_dict(), path)
+    peer = timm.create_model(model, num_classes=0, img_size=sides).eval()
+    timm.models.load_checkpoint(peer, path, filter_fn=checkpoint_filter_fn)
+    config = ImageTimm(model=model, checkpoint=path, merge=2)
+    module = config.build(8)
+    x = torch.randint(0, 256, (1, *sides, 3), dtype=torch.uint8)
+    with torch.no_grad():
+        mean, std = (torch.tensor(peer.pretrained_cfg[name]) for name in ("mean", "std"))
+        pixels = ((x / 255 - mean) / std).permute(0, 3, 1, 2)
+        expected = peer.forward_features(pixels)[:, peer.num_prefix_tokens :]
+        patch = stride(model)
+        grid = expected.unflatten(1, (sides[0] // patch, sides[1] // patch))
+        blocks = grid.unflatten(1, (-1, 2)).unflatten(3, (-1, 2)).permute(0, 1, 3, 2, 4, 5).flatten(3).flatten(1, 2)
+        found = module.features(x)
+    assert found.shape == blocks.shape == (1, config.num_tokens(sides), 4 * peer.num_features)
+    assert (found - blocks).norm() < 1e-5 * blocks.norm()

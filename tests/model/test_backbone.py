@@ -106,9 +106,9 @@ def test_positions_are_those_the_model_reads():
     ("change", "message"),
     [
         ({"kv_heads": 3}, "not a multiple of 3"),
-        ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"head_dim": 7}, "heads of head_dim=7 cannot turn in pairs"),
         ({"pattern": ()}, "pattern is empty"),
-        ({"positions": "mrope"}, "sum to head_dim / 2 = 4"),
+        ({"positions": "mrope"}, "sum to 4 frequencies"),
         ({"mrope_sections": (2, 1, 1)}, "drop them or set"),
         ({"layers": 0}, "layers=0"),
         ({"pattern": (GatedDeltaConfig(value_heads=4, key_heads=3),)}, "4 query heads are not a multiple of 3"),

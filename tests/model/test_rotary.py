@@ -6,12 +6,19 @@ Run: python -m pytest tests/model/test_rotary.py
 import pytest
 import torch
 
+from mmcp.model.rope_scaling import Unscaled
 from mmcp.model.rotary import Rotary, frequency_axes, rotate
+
+NO_LENGTHS = torch.zeros(0, dtype=torch.int64)
+
+
+def plain(dim: int, theta: float) -> Rotary:
+    return Rotary(dim=dim, theta=theta, sections=(), interleaved=False, scaling=Unscaled())
 
 
 def test_a_turn_is_a_complex_product_and_its_backward_turns_back():
     positions = torch.tensor([[0, 1, 7, 123456]])
-    cos, sin = Rotary(head_dim=8, theta=100.0, sections=(), interleaved=False).tables(positions, torch.float64)
+    cos, sin = plain(8, theta=100.0).tables(positions, torch.float64, NO_LENGTHS)
     x = torch.randn(4, 3, 8, dtype=torch.float64, requires_grad=True)
     angles = positions[0][:, None].double() * 100.0 ** -(torch.arange(4, dtype=torch.float64) / 4)
     turned = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -21,7 +28,7 @@ def test_a_turn_is_a_complex_product_and_its_backward_turns_back():
 
 def test_late_positions_are_exact_in_float32():
     late = torch.tensor([[10_000_000]])
-    narrow, exact = (Rotary(head_dim=64, theta=1e4, sections=(), interleaved=False).tables(late, t)
+    narrow, exact = (plain(64, theta=1e4).tables(late, t, NO_LENGTHS)
                      for t in (torch.bfloat16, torch.float64))  # fmt: skip
     assert narrow[0].dtype == torch.float32
     torch.testing.assert_close(narrow[1].double(), exact[1], rtol=0, atol=1e-7)
@@ -54,6 +61,8 @@ def test_sections_are_those_of(family):
         hidden_size=64, num_attention_heads=4, head_dim=16, rope_parameters=rope
     )
     cos, sin = getattr(module, module_name)(config)(torch.zeros(1), POSITIONS[:, None])
-    tables = Rotary(head_dim=16, theta=1e4, sections=sections, interleaved=interleaved).tables(POSITIONS, torch.float32)
+    tables = Rotary(dim=16, theta=1e4, sections=sections, interleaved=interleaved, scaling=Unscaled()).tables(
+        POSITIONS, torch.float32, NO_LENGTHS
+    )
     for ours, theirs in zip(tables, (cos, sin), strict=True):
         torch.testing.assert_close(ours, theirs[0, :, :8], rtol=0, atol=1e-5)
