@@ -195,6 +195,31 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
 
 
+def _plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="NAME", help="a public size such as Qwen2.5-7B, or a folder with a Hugging Face config.json"
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="CONFIG",
+        help="YAML file or run whose model, encoders, rates and type are used (default: long_clips.yaml)",
+    )
+    parser.add_argument("--clip", metavar="CLIP", help="a length such as 1h@1fps, or a file")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens of a row of text, instead of a clip")
+    parser.add_argument("--labels", type=int, metavar="N", help="trained tokens of a row (default: all of --tokens)")
+    parser.add_argument("--rows", type=int, default=1, metavar="N", help="rows of an optimizer step (default: 1)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="devices, all of one kind")
+    parser.add_argument("--gpu", default="H100", metavar="NAME", help="A100, H100, H200, or a YAML file of a device")
+    parser.add_argument(
+        "--offload", default="", metavar="PARTS", help="what may wait on the host: optimizer, activations or both"
+    )
+    parser.add_argument(
+        "--simulate", type=int, metavar="N", help="also run the code of all N ranks on tensors without data"
+    )
+    _add_json(parser)
+
+
 def _verify(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     parser.add_argument("--synthetic", action="store_true", help="draw rows and media instead of reading data.train")
@@ -263,6 +288,13 @@ VERBS = {
             "mmcp inspect runs/demo-data/media/heldout_00000.mp4 --ranks 4 --compare --html balance.html",
             "experiments.inspect_plan:run",
             _inspect,
+        ),
+        Verb(
+            "plan",
+            "predict memory, traffic and time of a step on given GPUs, and choose the mesh",
+            "mmcp plan --model Qwen2.5-7B --clip 1h@1fps --gpus 8 --gpu H100",
+            "experiments.plan:run",
+            _plan,
         ),
         Verb(
             "verify",
