@@ -10,6 +10,7 @@ BENCHES = {
     "attention": "experiments.bench_attention:run",
     "data": "experiments.bench_data:run",
     "loader": "experiments.bench_loader:run",
+    "peers": "experiments.bench_peers:run",
 }
 """Name -> `module:function`; it gets the settings written as key=value and returns an Outcome."""
 

@@ -26,6 +26,7 @@ NOT_IMPORTED = {
     "torchvision": "timm imports it",
 }
 COMES_WITH = {"pydantic-core": "pydantic"}
+LENT = {"common"}  # experiments/peer_step.py is run among the drivers of the peers, beside their common.py
 IMPORTED_AS = {"flash-linear-attention": "fla"}  # not installed here, so its files do not tell
 
 
@@ -89,7 +90,7 @@ def imported(*folders: str) -> set[str]:
                 tops |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 tops.add((node.module or "").partition(".")[0])
-    foreign = tops - set(sys.stdlib_module_names) - set(OURS)
+    foreign = tops - set(sys.stdlib_module_names) - set(OURS) - LENT
     distributions = {name: distribution for distribution, name in IMPORTED_AS.items()}
     found = {canonicalize_name(providers.get(top, [distributions.get(top, top)])[0]) for top in foreign}
     return {COMES_WITH.get(name, name) for name in found}

@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmcp.attention.products_cpu import backward_by_products
 from mmcp.attention.tiles import Tile, Tiling
 
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+MANY_PAIRS = 1 << 18  # of a tile from which products over blocks are faster than the kernel's backward
+FEW_THREADS = 2  # up to which they are: blocks are made one after the other
 
 HeadRun = tuple[int, int, int, int]  # query heads q0..q1 read key-value heads k0..k1, the same number each
 
@@ -138,9 +142,14 @@ def _call_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-    rows = [_to_kernel(x, tile) for x in (grad[queries], q[queries], k[keys], v[keys], out[queries])]
-    lse_rows = _to_kernel(lse[queries][..., None], tile)[..., 0]
-    grad_q, grad_k, grad_v = flash_backward(*rows, lse_rows, 0.0, tile.causal)
+    rows = grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries]
+    if tile.pairs >= MANY_PAIRS and torch.get_num_threads() <= FEW_THREADS:
+        flipped = [x.flip(0) for x in rows] if tile.reversed else rows
+        grads = backward_by_products(*flipped, causal=tile.causal)
+        grad_q, grad_k, grad_v = (x.flip(0) for x in grads) if tile.reversed else grads
+        return grad_q, grad_k, grad_v
+    *kernel_rows, lse = (_to_kernel(x, tile) for x in (*rows[:-1], rows[-1][..., None]))
+    grad_q, grad_k, grad_v = flash_backward(*kernel_rows, lse[..., 0], 0.0, tile.causal)
     return _from_kernel(grad_q, tile), _from_kernel(grad_k, tile), _from_kernel(grad_v, tile)
 
 

@@ -31,6 +31,11 @@ class Tile(NamedTuple):
     reversed: bool
     """Reverse queries and keys before the call and the results after it."""
 
+    @property
+    def pairs(self) -> int:
+        """Queries times keys; of a causal tile about half are read."""
+        return (self.q1 - self.q0) * (self.k1 - self.k0)
+
 
 @dataclass(frozen=True)
 class Tiling:

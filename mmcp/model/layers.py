@@ -1,6 +1,6 @@
 """The parts of a decoder block, as in Llama and Qwen3: RMSNorm, gated MLP, attention layer.
 
-Norm and gated product keep only their inputs for backward; the norm is computed in float32 or wider.
+Norm and gated MLP keep only their inputs for backward; the norm is computed in float32 or wider.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from mmcp.attention.base import HeadShape, HeadTensor, LocalAttention, RowInfo, Variant, split_heads
+from mmcp.model.gated_product import gated_product
 from mmcp.model.rotary import rotate
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
@@ -65,24 +66,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [s/cp, e] -> [s/cp, e]."""
-        return self.down(_GatedProduct.apply(self.gate(x), self.up(x)))
-
-
-class _GatedProduct(torch.autograd.Function):
-    """silu(gate) * up."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        slope = sigmoid.addcmul(silu, 1 - sigmoid)
-        return (grad * up).mul_(slope), grad * silu
+        maps = self.gate, self.up, self.down
+        if any(type(each) is not nn.Linear for each in maps):  # an adapter stands in its place
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        return gated_product(x, *(each.weight for each in maps))
 
 
 class AttentionLayer(nn.Module):

@@ -48,7 +48,7 @@ def missing(job: Job, setting: Setting) -> Iterator[str]:
     if policy.offload_optimizer:
         yield "parameters, gradients and moments on the host"
     if policy.offload_activations:
-        yield f"inputs of checkpointed blocks on the host; norms and MLPs computed {TILE:,} tokens at a time"
+        yield f"inputs of checkpointed blocks on the host; norms computed {TILE:,} tokens at a time"
     if architecture.experts:
         yield f"{architecture.experts} experts, {architecture.active_experts} for each token"
     if architecture.tied:

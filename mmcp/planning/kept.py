@@ -10,7 +10,7 @@ g tokens that it attends from after trading heads (n without):
     attention      by variant, see KEPT     its inputs, output and log-sum-exp or states, of the heads here
     output         n h d e                  what the output projection reads, where attention has not kept it
     gate           n h d e x 2 or 3         what multiplies it (sigmoid: once, silu: twice) and the product
-    mlp            n (E + 3 F) e            its input, gate, up and their product
+    mlp            n E e                    its input: the rest is made again, a few tokens at a time
 
 Rotary tables are shared by all layers, weights are counted elsewhere.
 """
@@ -156,15 +156,15 @@ def kept_by_block(architecture: Architecture, place: AttentionPlace) -> Kept:
 
 
 def mlp_kept(architecture: Architecture, tokens: int, element: int) -> int:
-    """Bytes that the MLP of one block keeps of some tokens, beside its input.
+    """Bytes that the MLP of one block keeps of some tokens, beside its input: nothing where there is but one.
 
     With experts each token's row is copied to every expert it takes and back, and the router's choice is kept.
     """
-    settings, mlps = architecture.backbone, architecture.mlps
-    kept = mlps * 3 * settings.mlp_width * element
-    if architecture.experts:
-        kept += 2 * mlps * settings.width * element + architecture.experts * max(element, 4)
-    return tokens * kept
+    if not architecture.experts:
+        return 0
+    return tokens * (
+        2 * architecture.mlps * architecture.backbone.width * element + architecture.experts * max(element, 4)
+    )
 
 
 @KEPT.register("softmax")

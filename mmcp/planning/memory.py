@@ -12,12 +12,13 @@ The most is held where backward begins. Offloaded parts are counted for the host
 from dataclasses import dataclass, fields
 from math import ceil
 
+from mmcp.model.gated_product import BLOCK_NUMBERS
 from mmcp.planning.architecture import Architecture
-from mmcp.planning.kept import AttentionPlace, kept_by_block, mlp_kept, place_of
+from mmcp.planning.kept import AttentionPlace, kept_by_block, place_of
 from mmcp.planning.share import RankShare
 
 HEAD_CHUNK = 1024  # label rows whose logits the head makes at a time
-TILE = 16384  # tokens that tiled norms and MLPs work on at a time
+TILE = 16384  # tokens that tiled norms work on at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class MemoryPolicy:
     offload_optimizer: bool = False
     """Shards of parameters, gradients and moments live on the host, as with FSDP2's CPUOffloadPolicy."""
     offload_activations: bool = False
-    """Inputs of checkpointed blocks wait on the host, and norms and MLPs are computed TILE tokens at a time."""
+    """Inputs of checkpointed blocks wait on the host, and norms are computed TILE tokens at a time."""
     prefetch: int = 2
     """Steps decoded ahead."""
 
@@ -100,7 +101,7 @@ def kept_bytes(architecture: Architecture, share: RankShare, numbers: Numbers, *
     row = share.tokens * settings.width * e
     activations, attention = _entry_bytes(architecture, share, numbers), 0
     if checkpointing:
-        activations += settings.layers * row
+        activations += (settings.layers - 1) * row  # the first block reads what enters
     else:
         for place, count in _places(architecture, share, e):
             kept = kept_by_block(architecture, place)
@@ -150,8 +151,7 @@ def memory_of(
         row = share.tokens * settings.width * e
         inputs, waiting = settings.layers * row, min(2, settings.layers) * row
         host += inputs
-        tiled = max(0, share.tokens - TILE)
-        activations += waiting - inputs - mlp_kept(architecture, tiled, e)
+        activations += waiting - inputs
     working = _working(architecture, share, places[-1][0], numbers, tile=TILE if policy.offload_activations else 0)
     dearest = max(working, key=lambda part: working[part])
     activations += working[dearest] if dearest in ("mlp", "norm") else 0
@@ -208,21 +208,22 @@ def _static(
 def _working(
     architecture: Architecture, share: RankShare, place: AttentionPlace, numbers: Numbers, *, tile: int
 ) -> dict[str, int]:
-    """Bytes of temporaries by part.
+    """Bytes of temporaries by part; when those of a block are there, the input of the final norm is gone.
 
     head        one chunk of logits in both types and its softmax, the sum of the weight's gradients
-    mlp         gradients of output, product, gate and up, three factors of the slope; the product is gone by then
+    mlp         gradients of output and input, sums of the weights' gradients, five products of a few tokens
     norm        its input normed, and gradients, in the wide type
     attention   gradients of output, q, k, v, and the messages they travel in
     """
     settings, e, w, n = architecture.backbone, numbers.compute, numbers.wide, share.tokens
     rows = min(HEAD_CHUNK, share.labels)
     at_once = min(n, tile) if tile else n
+    gone = n * settings.width * e
     return {
         "head": rows * architecture.vocabulary * (e + 2 * w) + architecture.vocabulary * settings.width * w,
-        "mlp": 2 * n * settings.width * e + at_once * 5 * architecture.mlps * settings.mlp_width * e,
-        "norm": n * settings.width * e + at_once * settings.width * 5 * w,
-        "attention": _attention_working(place, w),
+        "mlp": settings.width * (2 * n * e + 3 * settings.mlp_width * w) + 5 * BLOCK_NUMBERS * e - gone,
+        "norm": n * settings.width * e + at_once * settings.width * 5 * w - gone,
+        "attention": _attention_working(place, w) - gone,
     }
 
 

@@ -85,7 +85,8 @@ def comparison_table(records: Sequence[dict]) -> Table:
     table = _compact()
     table.title = f"strategies over {records[0]['ranks']} ranks: slowest rank / least mean"
     for heading in ("strategy", *ratios(records[0]), "routed"):
-        table.add_column(heading.replace("attention", "attend"), justify="left" if heading == "strategy" else "right")
+        name = {"attention": "attend", "step time": "step"}.get(heading, heading)
+        table.add_column(name, justify="left" if heading == "strategy" else "right", no_wrap=heading == "strategy")
     for record in records:
         table.add_row(record["strategy"], *(f"{ratio:.3f}" for ratio in ratios(record).values()), short(routed(record)))
     return table

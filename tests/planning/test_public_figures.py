@@ -24,7 +24,7 @@ PLAIN = (MemoryPolicy(checkpointing=False), MemoryPolicy(checkpointing=True))
 LEAN = (MemoryPolicy(checkpointing=True, offload_optimizer=True, offload_activations=True),)
 UNOFFERED = {
     "parameters, gradients and moments on the host",
-    "inputs of checkpointed blocks on the host; norms and MLPs computed 16,384 tokens at a time",
+    "inputs of checkpointed blocks on the host; norms computed 16,384 tokens at a time",
 }
 
 
