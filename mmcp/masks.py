@@ -4,7 +4,8 @@ A mask is causal inside each document, and may add both-ways blocks, a sliding w
 
     query i reads key j of its own document when
         j <= i  and  (no window, or i - j < window, or j is among the document's first `sink` tokens)
-        or i and j lie in the same both-ways block (a unit that attends both ways, a document's prefix)
+        or i and j lie in the same both-ways block (a unit that attends both ways, a document's prefix), as a whole or
+        within the window
 
 Two documents of 3 tokens; 5 tokens of which 1 and 2 are one image; window 2 with sink 1:
 
@@ -39,6 +40,8 @@ class Mask:
     """Tokens a query sees looking back, itself included; 0: all."""
     sink: int = 0
     """First tokens of a document that stay visible beyond the window."""
+    window_cuts_blocks: bool = False
+    """Whether the window also limits how far a query looks back inside its both-ways block."""
 
     @staticmethod
     def of(sequence: TokenSequence) -> "Mask":
@@ -54,16 +57,16 @@ class Mask:
         bounds = np.concatenate([[0], np.cumsum([length for length in lengths if length])]).astype(np.int64)
         return Mask(bounds, np.zeros((0, 2), dtype=np.int64))
 
-    def with_window(self, window: int, sink: int = 0) -> "Mask":
+    def with_window(self, window: int, sink: int = 0, *, cuts_blocks: bool = False) -> "Mask":
         """Let a query look back on `window` tokens and the document's first `sink` only; 0 and 0: no limit.
 
-        Both-ways blocks stay whole, as in Gemma 3.
+        Both-ways blocks stay whole, unless `cuts_blocks`, as in Gemma 3 since transformers 5.
         """
         if window < 0 or sink < 0:
             raise ValueError(f"window={window} and sink={sink} count tokens; use 0 for none")
         if sink and not window:
             raise ValueError(f"sink={sink} without a window changes nothing: every token is visible; set a window")
-        return replace(self, window=window, sink=sink)
+        return replace(self, window=window, sink=sink, window_cuts_blocks=cuts_blocks)
 
     @property
     def num_tokens(self) -> int:
@@ -88,11 +91,12 @@ class Mask:
         """[s, s] bool: the definition, written out; for references and pictures of short rows."""
         query, key = np.ogrid[: self.num_tokens, : self.num_tokens]
         causal = (key <= query) & (self.documents[:, None] == self.documents[None, :])
+        block = (self.block_ids[:, None] == self.block_ids[None, :]) & (self.block_ids[:, None] >= 0)
         if self.window:
-            in_sink = key - self.bounds[self.documents][None, :] < self.sink
-            causal &= (query - key < self.window) | in_sink
-        block = self.block_ids
-        return causal | ((block[:, None] == block[None, :]) & (block[:, None] >= 0))
+            near = (query - key < self.window) | (key - self.bounds[self.documents][None, :] < self.sink)
+            causal &= near
+            block &= near | (not self.window_cuts_blocks)
+        return causal | block
 
     @cached_property
     def slices(self) -> np.ndarray:
@@ -140,7 +144,7 @@ class Mask:
             if b - a > 1:
                 pieces.append(_above(a, b))
             first_key = max(a, sink_end)
-            if first_key + window < b:  # what the window would hide inside the block
+            if first_key + window < b and not self.window_cuts_blocks:  # what the window would hide inside the block
                 pieces.append((first_key + window, b, first_key, b - window, a - b, -window))
         return pieces
 

@@ -18,7 +18,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONDA_NAMES = {"pytorch-gpu": "torch"}
 OURS = ("mmcp", "encoders", "data_pipelines", "experiments", "tests")
 NOT_IMPORTED = {
-    "accelerate": "peft imports it",
     "mypy": "make lint runs it",
     "pytest-timeout": "pytest loads it",
     "ruff": "make lint runs it",

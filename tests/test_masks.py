@@ -28,7 +28,8 @@ def drawn_mask(seed: int) -> tuple[TokenSequence, Mask]:
     rng = np.random.default_rng(seed)
     sequence = draw_sequence(rng, segments=int(rng.integers(0, 9)))
     window = int(rng.integers(0, 8))
-    return sequence, Mask.of(sequence).with_window(window, int(rng.integers(0, 4)) if window else 0)
+    sink = int(rng.integers(0, 4)) if window else 0
+    return sequence, Mask.of(sequence).with_window(window, sink, cuts_blocks=bool(rng.integers(0, 2)))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -49,6 +50,8 @@ def may_read(sequence: TokenSequence, mask: Mask, query: int, key: int) -> bool:
     near = not mask.window or query - key < mask.window or key - start < mask.sink
     if key <= query and near:
         return True
+    if mask.window_cuts_blocks and not near:
+        return False
     unit = next(((a, b) for a, b in sequence.unit_ranges if a <= query < b), (0, 0))
     segment_of = sequence.per_token(np.arange(len(sequence.segments)))
     attends = [sequence.segments[i].attends for i in segment_of]

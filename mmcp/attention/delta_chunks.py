@@ -166,7 +166,7 @@ class _Tokens:
             strength=rate,
             inside=inside,
             reads=(decay.exp() * group.reads[:, None])[..., None],
-            adds=((last - decay).exp() * group.adds[:, None])[..., None],
+            adds=((last - decay).clamp(max=0).exp() * group.adds[:, None])[..., None],  # above 0 across a border only
             carry=(last.exp() * group.lives_on[:, None, None])[..., None],
             overlap=overlap,
             solve=torch.linalg.solve_triangular(overlap * rate, eye, upper=False, unitriangular=True),

@@ -48,7 +48,8 @@ def mask_mod(mask: Mask, device: torch.device) -> Callable[[Tensor, Tensor, Tens
     def may_read(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         near = (query - key < window) | (key - start[document[key]] < sink)
         causal = (key <= query) & (document[query] == document[key]) & near
-        return causal | ((block[query] == block[key]) & (block[query] >= 0))
+        in_block = (block[query] == block[key]) & (block[query] >= 0)
+        return causal | (in_block & near if mask.window_cuts_blocks else in_block)
 
     return may_read
 

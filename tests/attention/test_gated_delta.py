@@ -46,9 +46,9 @@ def draw(dtype: torch.dtype, *, tokens: int, key_heads: int = 2, value_heads: in
     return [x.to(dtype).requires_grad_() for x in leaves]
 
 
-def ours(leaves, *, chunk: int = 64):
+def ours(leaves, *, chunk: int = 64, lengths: tuple[int, ...] = ()):
     tokens, heads, d_v = leaves[2].shape
-    runs = runs_of(row_info(Mask.causal([tokens])), ((0, tokens),), chunk, leaves[0])
+    runs = runs_of(row_info(Mask.causal(list(lengths) or [tokens])), ((0, tokens),), chunk, leaves[0])
     states = torch.zeros(1, heads, leaves[0].shape[2], d_v, dtype=leaves[0].dtype)
     index = split_heads(heads, leaves[0].shape[1], 1)[0].kv_of_query
     after = gated_delta_state(*leaves[1:], states, key_of_value=index, runs=runs)
@@ -170,6 +170,21 @@ def test_equal_keys_and_any_decay_stay_accurate_in_float32(decay):
     for want, got, peer in zip(*results, strict=True):
         error, allowed = (relative_error(x, want, of=results[0][1:]) for x in (got, peer))
         assert error < max(1e-6, 1.5 * allowed)
+
+
+def test_strong_decay_does_not_overflow_across_a_border():
+    """A first document that decays by exp(-400) in a chunk, a second that hardly does: float32 against each alone."""
+    leaves = draw(torch.float64, tokens=24)
+    with torch.no_grad():
+        leaves[3][:16], leaves[3][16:] = -25.0, -1e-3
+    narrow = [x.detach().float().requires_grad_() for x in leaves]
+    out, state = ours(narrow, lengths=(16, 8))
+    grads = torch.autograd.grad(out.sum() + state.sum(), narrow)
+    parts = [ours([x[start:stop] for x in leaves]) for start, stop in ((0, 16), (16, 24))]
+    expected = torch.cat([part for part, _ in parts])
+    wanted = torch.autograd.grad(expected.sum() + parts[1][1].sum(), leaves)
+    for got, want in zip((out, state, *grads), (expected, parts[1][1], *wanted), strict=True):
+        assert relative_error(got, want, of=wanted) < 1e-5
 
 
 def test_new_layers_forget_at_the_rates_of_mamba():

@@ -1,0 +1,1 @@
+"""What other libraries bring, made to work with this one."""

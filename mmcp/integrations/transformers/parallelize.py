@@ -1,0 +1,165 @@
+"""Make a transformers model run over context-parallel ranks: `model = parallelize(model, mesh)`.
+
+The model's own forward runs on each rank, with this rank's tokens, positions and encoder rows. What its layers know of
+the whole row passes through it as an argument; what it knows of pixels is encoded where the plan says and routed to the
+tokens. Its loss is the sum of all token losses over the labelled tokens, whatever the split.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mmcp.integrations.transformers.check import check_batch, check_model, check_ranks_agree
+from mmcp.integrations.transformers.costs import cost_model
+from mmcp.integrations.transformers.gated_delta import parallelize_layer
+from mmcp.integrations.transformers.interfaces import NAME, no_mask, register
+from mmcp.integrations.transformers.local_row import Attentions, LocalRow, row_infos
+from mmcp.integrations.transformers.outputs import ParallelOutput, scored_output
+from mmcp.integrations.transformers.towers import TOWERS, Tower
+from mmcp.integrations.transformers.whole_row import WholeRow, read_batch
+from mmcp.parallel.mesh import Mesh
+from mmcp.parallel.route import Router
+from mmcp.sharding.cost import row_costs
+from mmcp.sharding.plan import ShardPlan
+from mmcp.sharding.ranges import as_indices
+from mmcp.sharding.strategies import STRATEGIES
+
+
+def parallelize(
+    model: PreTrainedModel,
+    mesh: Mesh,
+    *,
+    strategy: str = "balanced",
+    mode: Literal["ulysses", "ring", "allgather"] | None = None,
+    gradients: Literal["mean", "sum"] = "mean",
+) -> PreTrainedModel:
+    """Let `model` answer whole batches over the ranks of `mesh.cp`; returns the same model.
+
+    Afterwards `model(**batch).loss` takes the batch that one process would take, the same on all ranks of a
+    context-parallel group, and its value is the loss of that batch on all of them.
+
+    strategy: name of the sharding strategy
+    mode: how attention crosses the ring axis; None: `ulysses` on a mesh without one, `ring` with one
+    gradients: whether parameters' gradients are averaged over all ranks afterwards, as DDP, FSDP, accelerate and
+        Trainer do, or summed, as mmcp.parallel.apply.shard_parameters does
+    Raises ValueError for a model that needs what cannot be split, by name.
+    """
+    if mode is None:
+        mode = "ulysses" if mesh.ring.size == 1 else "ring"
+    check_model(model, mesh)
+    register()
+    text = model.get_decoder()
+    text.set_attn_implementation(NAME)
+    linear = [hasattr(layer, "linear_attn") for layer in text.layers]
+    for layer in text.layers:
+        if hasattr(layer, "linear_attn"):
+            parallelize_layer(layer.linear_attn, mesh)
+    parallel = ParallelForward(model, mesh, Attentions(mesh, mode), linear, strategy, gradients)
+    model.forward = MethodType(_as_method(model, parallel), model)
+    return model
+
+
+def _as_method(model: PreTrainedModel, parallel: "ParallelForward") -> Callable:
+    """Dress the parallel forward in the signature of the model's own, which trainers look at."""
+    signature = inspect.signature(type(model).forward)
+
+    @wraps(type(model).forward)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> ParallelOutput:
+        bound = signature.bind(self, *args, **kwargs).arguments
+        named = {name: value for name, value in bound.items() if name != "self"}
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                named |= named.pop(name, {})
+        return parallel({name: value for name, value in named.items() if value is not None})
+
+    return forward
+
+
+class ParallelForward:
+    """A model's forward over ranks."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mesh: Mesh,
+        attentions: Attentions,
+        linear: list[bool],
+        strategy: str,
+        gradients: str,
+    ):
+        self.model, self.mesh, self.attentions, self.linear = model, mesh, attentions, linear
+        self.plan_row = STRATEGIES[strategy]
+        self.costs = cost_model(model.config, linear, mesh.device.type)
+        self.weight = mesh.cp.size if gradients == "mean" else 1
+        model_type = model.config.model_type
+        self.tower: Tower | None = TOWERS[model_type](model) if model_type in TOWERS else None
+
+    def __call__(self, batch: dict[str, Any]) -> ParallelOutput:
+        """Answer a batch that all ranks of the group were given.
+
+        batch: what the model's own forward takes, without the entries that are None
+        """
+        batch = check_batch(self.model, batch)
+        whole = read_batch(self.model, batch, self.tower, self.linear)
+        plan = self.plan(whole)
+        check_ranks_agree(whole, plan, self.mesh.cp)
+        device = batch["input_ids"].device
+        router = Router(plan, self.mesh.cp, device=device)
+        rank = self.mesh.cp.index
+        row = LocalRow(plan, row_infos(list(whole.masks), plan, rank), self.attentions, rank)
+        held = plan.positions(rank)
+        ids, positions = whole.ids[held], whole.positions[:, held]
+        if not len(held):
+            ids, positions = np.zeros(1, np.int64), np.zeros((len(positions), 1), np.int64)
+        inputs: dict[str, Any] = {
+            "input_ids": torch.from_numpy(ids).to(device)[None],
+            "position_ids": torch.from_numpy(positions).to(device),
+            "attention_mask": no_mask(),
+            "mmcp_row": row,
+            "use_cache": False,
+            "return_dict": True,
+        }
+        if len(whole.positions) > 1:
+            inputs["position_ids"] = inputs["position_ids"][:, None]
+        if self.tower is not None:
+            inputs["mm_encoder_outputs"] = self._media(batch, whole, plan, router)
+        with _routed_head(self.model.get_output_embeddings(), router, row):
+            logits = type(self.model).forward(self.model, **inputs).logits[0]
+        return scored_output(logits, batch, whole, plan, group=self.mesh.cp, weight=self.weight)
+
+    def plan(self, whole: WholeRow) -> ShardPlan:
+        """Plan a row over the context-parallel ranks."""
+        mesh = self.mesh.ring.size, self.mesh.ulysses.size
+        return self.plan_row(whole.sequence, mesh, row_costs(whole.sequence, self.costs))
+
+    def _media(self, batch: dict[str, Any], whole: WholeRow, plan: ShardPlan, router: Router) -> dict[str, Any]:
+        """Encode this rank's units, send their rows to the tokens, and give the model the rows of its own tokens."""
+        assert self.tower is not None
+        rank = self.mesh.cp.index
+        mine = [unit for _, ranges in plan.calls[rank] for unit in as_indices(ranges)]
+        rows = self.tower.encode(batch, [whole.units[unit] for unit in mine])
+        rows = router.to_owners(rows, trainable=torch.is_grad_enabled())
+        ids = torch.from_numpy(whole.ids[plan.positions(rank)]).to(rows.device)
+        return self.tower.outputs(rows, ids, frozenset(unit.kind for unit in whole.units))
+
+
+@contextmanager
+def _routed_head(head: nn.Module, router: Router, row: LocalRow) -> Iterator[None]:
+    """Send the rows that reach the output head to the ranks that score them."""
+
+    def route(_module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        return (router.to_scorers(row.without_ghost(args[0][0]), trainable=torch.is_grad_enabled())[None],)
+
+    handle = head.register_forward_pre_hook(route)
+    try:
+        yield
+    finally:
+        handle.remove()
