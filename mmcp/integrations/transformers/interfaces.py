@@ -59,9 +59,10 @@ def attend(
         raise ValueError(f"{type(module).__name__} changed its attention_mask on the way to its attention")
     q, k, v = (mmcp_row.without_ghost(_as_rows(x)) for x in (query, key, value))
     scale = 1.0 if scaling is None else scaling * math.sqrt(q.shape[-1])
-    out = mmcp_row.attention(q.shape[1], k.shape[1], q.shape[2])(
-        {"q": q if math.isclose(scale, 1.0) else q * scale, "k": k, "v": v}, info
-    )
+    with torch.autocast(q.device.type, enabled=False):  # its sums stay wide
+        out = mmcp_row.attention(q.shape[1], k.shape[1], q.shape[2])(
+            {"q": q if math.isclose(scale, 1.0) else q * scale, "k": k, "v": v}, info
+        )
     return mmcp_row.with_ghost(out)[None].to(value.dtype), None
 
 
