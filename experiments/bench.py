@@ -10,6 +10,7 @@ BENCHES = {
     "attention": "experiments.bench_attention:run",
     "data": "experiments.bench_data:run",
     "hf": "experiments.bench_hf:run",
+    "hf_text": "experiments.bench_hf_text:run",
     "loader": "experiments.bench_loader:run",
     "peers": "experiments.bench_peers:run",
 }
