@@ -1,7 +1,7 @@
 """Parallelised models inside what people put around and into them, against the same without ranks.
 
 peft's adapters in three orders, frozen parts, DDP, FSDP2, reentrant checkpointing, autocast, torch.compile, rows of
-unequal length with media of their own: loss and every gradient that trains, in float64. What autocast rounds is
+unequal length with media of their own, a number of items that is not that of the labels: loss and every gradient that trains, in float64. What autocast rounds is
 compared with what it rounds on one process.
 Run: python -m pytest tests/integrations/test_hf_wrapped.py
 """
@@ -123,7 +123,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 def worst_error(case: Wrapped) -> float:
     """Return the largest error of the loss and the gradients on this rank."""
     hf_cases.BATCHES["two_rows"] = two_rows
-    batch = hf_cases.make_batch(case.batch, torch.float64)
+    batch = hf_cases.make_batch(case.batch, torch.float64) | {"num_items_in_batch": 7}
     mesh = build_mesh(MeshConfig(ulysses=dist.get_world_size()))
     with wide_casts():
         alone = case.after(case.before(hf_cases.make_model(case.model, torch.float64)))
