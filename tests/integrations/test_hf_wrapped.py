@@ -1,8 +1,8 @@
 """Parallelised models inside what people put around and into them, against the same without ranks.
 
 peft's adapters in three orders, frozen parts, DDP, FSDP2, reentrant checkpointing, autocast, torch.compile, rows of
-unequal length with media of their own, a number of items that is not that of the labels: loss and every gradient that trains, in float64. What autocast rounds is
-compared with what it rounds on one process.
+unequal length with media of their own, a number of items that is not that of the labels: loss and every gradient that
+trains, in float64. What autocast rounds is compared with what it rounds on one process.
 Run: python -m pytest tests/integrations/test_hf_wrapped.py
 """
 
