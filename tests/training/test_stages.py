@@ -155,10 +155,10 @@ def test_a_folder_s_model_is_written_out_in_the_settings(folders):
 
 def test_single_fields_of_the_backbone_win_over_the_folder_s(folders):
     plain = settings_of(folders, "plain").model
-    changed = settings_of(
-        folders, "changed", "model.backbone.checkpointing=true", "model.backbone.positions=mrope"
-    ).model
-    assert changed == replace(plain, backbone=replace(plain.backbone, checkpointing=True, positions="mrope"))
+    words = ("checkpointing=true", "positions=mrope", "mrope_sections=[2,1,1]")
+    changed = settings_of(folders, "changed", *(f"model.backbone.{word}" for word in words)).model
+    fields = {"checkpointing": True, "positions": "mrope", "mrope_sections": (2, 1, 1)}
+    assert changed == replace(plain, backbone=replace(plain.backbone, **fields))
     again = folders["root"] / "again.yaml"
     again.write_text(dump(settings_of(folders, "changed", "model.backbone.checkpointing=true")))
     assert load(RunConfig, again).model.backbone == replace(plain.backbone, checkpointing=True)
