@@ -8,7 +8,6 @@ What is timed is Trainer.training_step, as in their driver of Trainer with DeepS
 
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
 import common
@@ -36,6 +35,28 @@ class OneRow(torch.utils.data.Dataset):
         return self.row
 
 
+class TimedTrainer(Trainer):
+    """A Trainer that notes seconds and loss of each step, and the gradients of the last."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.gradients: dict[str, Tensor] = {}
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the step between two barriers."""
+        dist.barrier()
+        begin = time.perf_counter()
+        loss = super().training_step(*args, **kwargs)
+        dist.barrier()
+        self.seconds.append(time.perf_counter() - begin)
+        self.losses.append(loss.item())
+        if len(self.seconds) == self.args.max_steps:
+            self.gradients = {name: gradient.clone() for name, gradient in common.grad_dict(self.model).items()}
+        return loss
+
+
 def main() -> None:
     """Run the steps that the command line asks for, on this rank."""
     settings = common.parser().parse_args()
@@ -55,34 +76,14 @@ def main() -> None:
             disable_tqdm=True,
             use_cpu=True,
         )
-        trainer = Trainer(
-            model, arguments, data_collator=torch.utils.data.default_collate, train_dataset=OneRow(settings)
-        )
+        collate = torch.utils.data.default_collate
+        trainer = TimedTrainer(model, arguments, data_collator=collate, train_dataset=OneRow(settings))
         parallelize_trainer(trainer, mesh)
-        seconds: list[float] = []
-        losses: list[float] = []
-        gradients: dict[str, Tensor] = {}
-
-        def timed(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            def measured(*args: Any, **kwargs: Any) -> Tensor:
-                dist.barrier()
-                begin = time.perf_counter()
-                loss = step(*args, **kwargs)
-                dist.barrier()
-                seconds.append(time.perf_counter() - begin)
-                losses.append(loss.item())
-                if len(seconds) == arguments.max_steps:
-                    gradients.update((name, gradient.clone()) for name, gradient in common.grad_dict(model).items())
-                return loss
-
-            return measured
-
-        trainer.training_step = timed(trainer.training_step)
         before = common._status("VmRSS")
         common.reset_hwm()
         trainer.train()
-        peak = common._status("VmHWM")
-        common.report(settings, "mmcp-hf", seconds, losses[-1], gradients, peak, before, note="Trainer, parallelize")
+        found = trainer.seconds, trainer.losses[-1], trainer.gradients
+        common.report(settings, "mmcp-trainer", *found, common._status("VmHWM"), before, note="Trainer, parallelize")
 
 
 if __name__ == "__main__":
