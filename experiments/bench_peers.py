@@ -261,9 +261,9 @@ def _step_table(record: dict[str, Any]) -> Table:
         table.add_column(heading)
     for row in record["rows"]:
         if row["seconds"] is None:
-            table.addrow_of(row["name"], "stopped", "", "", "", "", row["error"][:40])
+            table.add_row(row["name"], "stopped", "", "", "", "", row["error"][:40])
             continue
-        table.addrow_of(row["name"], *(str(row.get(key, "")) for key in keys), str(row["gradient_error"]))
+        table.add_row(row["name"], *(str(row.get(key, "")) for key in keys), str(row["gradient_error"]))
     moved = sum(entry["bytes"] for entry in record["traffic"])
     count = sum(entry["collectives"] for entry in record["traffic"])
     table.caption = f"{OURS}: {count} collectives bring {moved / 1e6:.1f} MB to a rank, FSDP2's apart"
@@ -276,5 +276,5 @@ def _edge_table(edges: list[dict[str, Any]]) -> Table:
         table.add_column(heading)
     for found in edges:
         told = found.get("error", str(found.get("gradient_error")))
-        table.addrow_of(found["case"], "yes" if found["ok"] else "NO", str(found.get("loss", "")), told)
+        table.add_row(found["case"], "yes" if found["ok"] else "NO", str(found.get("loss", "")), told)
     return table
