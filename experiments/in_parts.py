@@ -20,7 +20,7 @@ class InParts(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         out, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
         for hop in hops:
-            merge_(out, lse, *core.partial(q, *_of(hop, k, v), hop, heads))
+            merge_(out, lse, *core.partial(q, _of(hop, k), _of(hop, v), hop, heads))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = core, heads, hops
@@ -30,15 +30,15 @@ class InParts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         core, heads, hops = ctx.settings
-        grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]
+        grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
         for hop in hops:
-            shares = core.partial_backward(grad, q, *_of(hop, k, v), out, lse, hop, heads)
-            for total, share in zip((grads[0], *_of(hop, *grads[1:])), shares, strict=True):
+            shares = core.partial_backward(grad, q, _of(hop, k), _of(hop, v), out, lse, hop, heads)
+            for total, share in zip((grad_q, _of(hop, grad_k), _of(hop, grad_v)), shares, strict=True):
                 total += share
-        return *(x.to(q.dtype) for x in grads), None, None, None
+        return *(x.to(q.dtype) for x in (grad_q, grad_k, grad_v)), None, None, None
 
 
-def _of(hop: Pairs, *rows: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of a part, which are consecutive."""
+def _of(hop: Pairs, rows: Tensor) -> Tensor:
+    """Return the rows of a part, which are consecutive: a view."""
     ((start, stop),) = hop.keys
-    return tuple(x[start:stop] for x in rows)
+    return rows[start:stop]
