@@ -213,6 +213,14 @@ WRONG = {
     "nan": (b'{"messages": [], "x": NaN}', "holds NaN"),
     "twice": (b'{"id": 1, "id": 2}', "has the field 'id' twice"),
     "bytes": (b'{"id": "\xff"}', "is not UTF-8"),
+    "byte range": (
+        {"messages": [{"role": "user", "content": [{"video": "a.mp4", "bytes": [0, 2]}]}]},
+        "has bytes [0, 2] in a video item of a file of 1 bytes",
+    ),
+    "no byte range": (
+        {"messages": [{"role": "user", "content": [{"video": "a.mp4", "bytes": 5}]}]},
+        "has bytes 5 in a video item; write [first byte, number of bytes]",
+    ),
     "deep": (b"[" * 100_000, "nested too deeply"),
     "nul in path": (
         {"messages": [{"role": "user", "content": [{"type": "image", "image": "a\0b"}]}]},
