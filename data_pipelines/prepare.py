@@ -130,7 +130,7 @@ def prepare(
         manifest=manifest, rows=rows, digest=digest, shard_bytes=shard_bytes, outside_bytes=outside_bytes, part=part
     )
     with ExitStack() as stack:
-        stack.enter_context(_claim(folder, job.record()))
+        _claim(folder, job.record(), stack)
         pool = WorkerPool(workers, DEADLINE_S) if workers else None
         if pool is not None:
             stack.callback(pool.close)
@@ -155,34 +155,29 @@ def _fingerprint(manifest: str) -> tuple[int, str]:
     return rows, digest.hexdigest()
 
 
-def _claim(folder: Path, job: dict) -> IO[str]:
-    """Take an empty folder, or one in which the same job was interrupted: return its mark, locked until it is closed."""
+def _claim(folder: Path, job: dict, held: ExitStack) -> None:
+    """Take an empty folder, or one in which the same job was interrupted; its mark is locked until `held` ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_finished(folder)
         if not (folder / UNFINISHED).exists() and any(folder.iterdir()):
             raise ValueError(f"'{folder}' is not empty; choose another folder")
-        mark = open(folder / UNFINISHED, "a+", encoding="ascii")
+        mark = held.enter_context(open(folder / UNFINISHED, "a+", encoding="ascii"))
     except OSError as error:
         raise ValueError(f"'{folder}' cannot be written ({error.strerror}); choose another folder") from None
-    try:
-        _lock(mark, folder)
-        _refuse_finished(folder)
-        mark.seek(0)
-        line = mark.readline()
-        if not line.endswith("\n"):  # new, or lost in a crash before anything was written
-            mark.truncate(0)
-            mark.write(json.dumps(job, allow_nan=False) + "\n")
-            mark.flush()
-            os.fsync(mark.fileno())
-        elif json.loads(line) != job:
-            raise ValueError(
-                f"'{folder}' holds an unfinished prepare of another manifest or with other options; choose another folder"
-            )
-    except BaseException:
-        mark.close()
-        raise
-    return mark
+    _lock(mark, folder)
+    _refuse_finished(folder)
+    mark.seek(0)
+    line = mark.readline()
+    if not line.endswith("\n"):  # new, or lost in a crash before anything was written
+        mark.truncate(0)
+        mark.write(json.dumps(job, allow_nan=False) + "\n")
+        mark.flush()
+        os.fsync(mark.fileno())
+    elif json.loads(line) != job:
+        raise ValueError(
+            f"'{folder}' holds an unfinished prepare of another manifest or with other options; choose another folder"
+        )
 
 
 def _refuse_finished(folder: Path) -> None:
