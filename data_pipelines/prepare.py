@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from data_pipelines.examine import Examiner, Media
 from data_pipelines.manifest import RowError, Sample, parse_line, read_lines
@@ -162,18 +162,17 @@ def _claim(folder: Path, job: dict, held: ExitStack) -> None:
         _refuse_finished(folder)
         if not (folder / UNFINISHED).exists() and any(folder.iterdir()):
             raise ValueError(f"'{folder}' is not empty; choose another folder")
-        mark = held.enter_context(open(folder / UNFINISHED, "a+", encoding="ascii"))
+        mark = os.open(folder / UNFINISHED, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise ValueError(f"'{folder}' cannot be written ({error.strerror}); choose another folder") from None
+    held.callback(os.close, mark)
     _lock(mark, folder)
     _refuse_finished(folder)
-    mark.seek(0)
-    line = mark.readline()
-    if not line.endswith("\n"):  # new, or lost in a crash before anything was written
-        mark.truncate(0)
-        mark.write(json.dumps(job, allow_nan=False) + "\n")
-        mark.flush()
-        os.fsync(mark.fileno())
+    line = os.pread(mark, 1 << 16, 0)
+    if not line.endswith(b"\n"):  # new, or lost in a crash before anything was written
+        os.ftruncate(mark, 0)
+        os.pwrite(mark, json.dumps(job, allow_nan=False).encode() + b"\n", 0)
+        os.fsync(mark)
     elif json.loads(line) != job:
         raise ValueError(
             f"'{folder}' holds an unfinished prepare of another manifest or with other options; choose another folder"
@@ -185,10 +184,10 @@ def _refuse_finished(folder: Path) -> None:
         raise ValueError(f"'{folder}' already holds a prepared set; choose another folder or delete it")
 
 
-def _lock(mark: IO[str], folder: Path) -> None:
+def _lock(mark: int, folder: Path) -> None:
     """Lock the mark until it is closed; a file system without locks is trusted."""
     try:
-        fcntl.flock(mark.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             raise ValueError(
