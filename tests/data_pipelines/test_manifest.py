@@ -281,6 +281,18 @@ def test_no_row_raises(line):
     assert isinstance(parse_line(line, manifest="m.jsonl", row=1), Sample | RowError)
 
 
+def test_the_manifest_of_the_page_can_be_read(folder):
+    page = (Path(__file__).parents[2] / "docs" / "bring_your_clips.md").read_text()
+    for name in ("clip.mp4", "page.png", "talk.opus"):
+        (folder / name).touch()
+    rows = [json.loads(line) for line in page.split("```json\n")[1].split("```")[0].splitlines()]
+    assert [[item.kind for item in sample.items] for sample in read(folder, *rows)] == [
+        *[["video", "text", "text"]] * 3,
+        ["image", "audio", "text", "text"],
+        ["text", "text"],
+    ]
+
+
 def test_a_manifest_that_is_not_there():
     with pytest.raises(ValueError, match=r"manifest nowhere.jsonl cannot be read"):
         list(read_lines("nowhere.jsonl"))
