@@ -48,18 +48,10 @@ def _tiles_section(plan: ShardPlan, mask: Mask) -> Section:
     owners = [np.unique(plan.owner[low:high]) for low, high in pairwise(edges)]
     holders = [str(each[0]) if len(each) == 1 else f"{each[0]} to {each[-1]}" for each in owners]
     spans = [f"{low:,} to {high - 1:,}" for low, high in pairwise(edges)]
-    told = [
-        [
-            f"queries {spans[i]}, held by rank {holders[i]}<br>keys {spans[j]}, held by rank {holders[j]}<br>"
-            f"{full[i, j]:.1%} of the pairs are read"
-            for j in range(len(spans))
-        ]
-        for i in range(len(spans))
-    ]
     middles = [(low + high) / 2 for low, high in pairwise(edges)]
     colours = [int(plan.owner[int(middle)]) for middle in middles]
-    owner = [[colours[i] if pairs[i, j] else None for j in range(len(spans))] for i in range(len(spans))]
-    veil = [[1 - full[i, j] if pairs[i, j] else None for j in range(len(spans))] for i in range(len(spans))]
+    owner = [[colour if count else None for count in row] for colour, row in zip(colours, pairs.tolist(), strict=True)]
+    veil = [[round(1 - share, 3) if share else None for share in row] for row in full.tolist()]
     gap = 1 if len(spans) <= GAPS_UP_TO else 0
     bar = {"title": {"text": "rank"}, "thickness": 12, "tickformat": "d"}
     place = {"x": middles, "y": middles, "xgap": gap, "ygap": gap}
@@ -68,8 +60,10 @@ def _tiles_section(plan: ShardPlan, mask: Mask) -> Section:
             z=owner, **place, colorscale=SCALE, zmin=0, zmax=max(1, plan.ranks - 1), colorbar=bar, hoverinfo="skip"
         ),
         go.Heatmap(
-            z=veil, **place, colorscale=VEIL, zmin=0, zmax=1, showscale=False, text=told,
-            hovertemplate="%{text}<extra></extra>",
+            z=veil, **place, colorscale=VEIL, zmin=0, zmax=1, showscale=False,
+            text=[[holder] * len(spans) for holder in holders],
+            hovertemplate="queries about %{y:,.0f}, held by rank %{text}<br>keys about %{x:,.0f}<br>"
+            "%{z:.1%} of the pairs are not read<extra></extra>",
         ),
     ]  # fmt: skip
     picture = figure(heats, height=460, meta=SQUARE)
@@ -77,7 +71,7 @@ def _tiles_section(plan: ShardPlan, mask: Mask) -> Section:
     limits = [0, plan.num_tokens]
     picture.update_xaxes(title_text="key", showgrid=False, zeroline=False, range=limits, constrain="domain")
     picture.update_yaxes(title_text="query", showgrid=False, zeroline=False, range=limits[::-1], scaleanchor="x")
-    picture.update_yaxes(constrain="domain")
+    picture.update_yaxes(constrain="domain", constraintoward="top")
     where = (
         "Under Ulysses every rank computes all tiles for its share of the heads; the colour tells who holds the "
         "queries before the exchange."
@@ -112,6 +106,7 @@ def _hops_section(plan: ShardPlan, mask: Mask) -> Section:
         colorbar={"title": {"text": "pairs"}, "thickness": 12, "exponentformat": "SI"},
         hovertemplate="group %{y} at hop %{x}<br>%{z:,.4s} pairs<extra></extra>",
         zmin=0,
+        zmax=max(1, int(shown.max())),
         xgap=1,
         ygap=1,
     )

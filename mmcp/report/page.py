@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 LEGEND = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"}
 """A legend above a picture, where a narrow page has room for it."""
 RIBBON_HEIGHT = 360
+SMALL_MARGIN = {"l": 55, "r": 10, "t": 35, "b": 40}
 SQUARE = "square"
 """The `meta` of the layout of a figure that is not to be wider than high."""
 

@@ -9,6 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 MOST_BARS = 64
+GROUPED = " A bar is the mean of several ranks, its whisker runs from the least to the most."
 HATCH = {"size": 6, "solidity": 0.25, "fillmode": "overlay"}
 
 

@@ -11,7 +11,7 @@ from mmcp.report.row_pieces import plan_row_data, runs
 from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.ranges import as_indices, size
 
-MOST_RUNS = 8000  # ranges of one rank that are told exactly
+MOST_RUNS = 4000  # ranges of one rank that are told exactly
 ROWS_SHOWN = 64  # ranks listed in the table
 SHADES = 64
 

@@ -3,10 +3,10 @@
 import numpy as np
 import plotly.graph_objects as go
 
-from mmcp.report.numbers import short
-from mmcp.report.page import LEGEND, SQUARE, Section, figure, table
+from mmcp.report.numbers import short, ticks
+from mmcp.report.page import SMALL_MARGIN, SQUARE, Section, figure, table
 from mmcp.report.palette import BLUE, ORANGE, SCALE
-from mmcp.report.rank_groups import RankGroups
+from mmcp.report.rank_groups import GROUPED, RankGroups
 from mmcp.sharding.plan import ShardPlan
 
 ROWS_SHOWN = 40  # routes in a table
@@ -41,23 +41,30 @@ def routes_section(plan: ShardPlan) -> Section:
 def labels_section(plan: ShardPlan) -> Section:
     """Show the label rows of each rank before and after they are routed to those who score them."""
     groups, counts = RankGroups.of(plan.ranks), label_routes(plan)
-    before, after = counts.sum(axis=1), counts.sum(axis=0)
-    bars = [
-        groups.bars(before.tolist(), name="held: before routing", color=ORANGE, pattern="/"),
-        groups.bars(after.tolist(), name="scored: after routing", color=BLUE),
+    before, after = counts.sum(axis=1).tolist(), counts.sum(axis=0).tolist()
+    pictures = [
+        _labels(groups, before, name="held, before routing", color=ORANGE, pattern="/"),
+        _labels(groups, after, name="scored, after routing", color=BLUE, pattern=""),
     ]
-    picture = figure(bars, barmode="group", bargap=0.15, legend=LEGEND, height=320)
-    picture.update_xaxes(groups.axis)
-    picture.update_yaxes(title_text="label rows", rangemode="tozero")
-    rows = zip(groups.labels, groups.cells(before.tolist(), short), groups.cells(after.tolist(), short), strict=True)
+    rows = zip(groups.labels, groups.cells(before, short), groups.cells(after, short), strict=True)
     moved = int(counts.sum() - np.trace(counts))
     return Section(
         title="Label rows before and after routing",
         text=f"{plan.num_labels:,} tokens are trained. {moved:,} of their hidden rows go to another rank, so that the "
-        "head's work is even wherever the labels lie.",
-        pictures=[picture],
+        "head's work is even wherever the labels lie. The two scales differ." + (GROUPED if groups.is_grouped else ""),
+        pictures=pictures,
+        is_small=True,
         table=table(("rank", "held", "scored"), rows),
     )
+
+
+def _labels(groups: RankGroups, values: list[int], *, name: str, color: str, pattern: str) -> go.Figure:
+    bars = groups.bars(values, name=name, color=color, pattern=pattern)
+    picture = figure([bars], title=f"<b>{name}</b>  at most {max(values):,}", height=240, bargap=0.1, showlegend=False)
+    picture.update_layout(margin=SMALL_MARGIN)
+    picture.update_xaxes(groups.axis)
+    picture.update_yaxes(title_text="label rows", range=[0, 1.12 * max(values) or 1], **ticks(max(values)))
+    return picture
 
 
 def _counts(senders: np.ndarray, receivers: np.ndarray, ranks: int) -> np.ndarray:

@@ -7,11 +7,10 @@ import plotly.graph_objects as go
 
 from mmcp.report.figures import MARKERS_BELOW
 from mmcp.report.numbers import decimate, short, ticks
-from mmcp.report.page import LEGEND, Section, figure, table
+from mmcp.report.page import LEGEND, SMALL_MARGIN, Section, figure, table
 from mmcp.report.palette import BLUE, ORANGE
-from mmcp.report.rank_groups import HATCH, RankGroups
+from mmcp.report.rank_groups import GROUPED, HATCH, RankGroups
 from mmcp.report.run_record import TOTAL, RunRecord, median, settled
-from mmcp.report.work import GROUPED
 
 NOT_PREDICTED = " This run did not record what was predicted: measured seconds alone are shown."
 NOT_BY_RANK = " This run did not record what was predicted for each rank: measured seconds alone are shown."
@@ -79,7 +78,7 @@ def _by_rank(record: RunRecord) -> Section:
 
 def _rank_picture(stage: str, bars: list[go.Bar], groups: RankGroups, *, top: float) -> go.Figure:
     picture = figure(bars, title=f"<b>{stage}</b>", height=220, barmode="group", bargap=0.15, showlegend=False)
-    picture.update_layout(margin={"l": 55, "r": 10, "t": 35, "b": 40})
+    picture.update_layout(margin=SMALL_MARGIN)
     picture.update_xaxes(groups.axis)
     picture.update_yaxes(title_text="seconds", range=[0, 1.12 * top or 1], **ticks(top))
     return picture
@@ -95,7 +94,7 @@ def _by_step(record: RunRecord) -> Section:
             _line(numbers, predicted, "predicted", ORANGE, "dash"),
         ]
         picture = figure([line for line in lines if len(line.x)], title=f"<b>{stage}</b>", height=220, showlegend=False)
-        picture.update_layout(margin={"l": 55, "r": 10, "t": 35, "b": 40})
+        picture.update_layout(margin=SMALL_MARGIN)
         picture.update_xaxes(title_text="step")
         picture.update_yaxes(title_text="seconds", rangemode="tozero")
         pictures.append(picture)

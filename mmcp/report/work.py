@@ -5,13 +5,12 @@ from collections.abc import Mapping
 import plotly.graph_objects as go
 
 from mmcp.report.numbers import short, ticks
-from mmcp.report.page import LEGEND, Section, figure, table
+from mmcp.report.page import LEGEND, SMALL_MARGIN, Section, figure, table
 from mmcp.report.palette import BLUE, GREY, MODALITY, PATTERN, VERMILION
-from mmcp.report.rank_groups import RankGroups
+from mmcp.report.rank_groups import GROUPED, RankGroups
 from mmcp.report.terminal import COLUMNS, COST_OF
 from mmcp.sequence import KINDS
 
-GROUPED = " A bar is the mean of several ranks, its whisker runs from the least to the most."
 UNITS = {
     "tokens": "tokens",
     "decode_s": "seconds",
@@ -74,7 +73,7 @@ def _cost(record: Mapping, field: str, values: list[float], groups: RankGroups, 
     color = BLUE if field in COST_OF else GREY
     bars = groups.bars(values, name=COLUMNS[field], color=color)
     picture = figure([bars], title=title, height=220, bargap=0.1, showlegend=False)
-    picture.update_layout(margin={"l": 55, "r": 10, "t": 35, "b": 40})
+    picture.update_layout(margin=SMALL_MARGIN)
     mean = sum(values) / len(values)
     picture.add_hline(y=mean, line={"color": VERMILION, "dash": "dash", "width": 2})
     if field == "bytes" and cap_bytes:
