@@ -74,7 +74,7 @@ def _step_times(ordered: Sequence[Mapping], names: list[str]) -> go.Figure:
     colors = [BLUE if name == "balanced" else GREY for name in names]
     bars = go.Bar(
         y=names, x=values, orientation="h", marker={"color": colors}, text=[f"{value:.3f}" for value in values],
-        textposition="auto", hovertemplate="%{y}: %{x:.3f}<extra></extra>",
+        textposition="outside", cliponaxis=False, hovertemplate="%{y}: %{x:.3f}<extra></extra>",
     )  # fmt: skip
     picture = figure([bars], height=75 + 30 * len(names), title="step time / least")
     picture.update_layout(margin={"l": 125, "r": 25, "t": 40, "b": 35})
@@ -83,7 +83,7 @@ def _step_times(ordered: Sequence[Mapping], names: list[str]) -> go.Figure:
     if bound is not None and bound > 1.0:
         picture.add_vline(x=bound, line={"color": VERMILION, "dash": "dot", "width": 2})
     picture.update_yaxes(autorange="reversed", showgrid=False)
-    picture.update_xaxes(rangemode="tozero")
+    picture.update_xaxes(range=[0, 1.12 * max(values)])
     return picture
 
 

@@ -12,9 +12,10 @@ from mmcp.report.palette import BLUE, ORANGE
 from mmcp.report.rank_groups import GROUPED, HATCH, RankGroups
 from mmcp.report.run_record import TOTAL, RunRecord, median, settled
 
+BARS_BESIDE = 16  # ranks up to which two bars stand beside each other
 NOT_PREDICTED = " This run did not record what was predicted: measured seconds alone are shown."
 NOT_BY_RANK = " This run did not record what was predicted for each rank: measured seconds alone are shown."
-BY_RANK = " Hatched: predicted, each rank's own work without waiting."
+BY_RANK = " Hatched or dashed: predicted, each rank's own work without waiting."
 
 
 def stage_sections(record: RunRecord) -> list[Section]:
@@ -62,7 +63,7 @@ def _by_rank(record: RunRecord) -> Section:
         columns[f"{stage}: measured s"] = groups.cells(_filled(measured), short)
         if np.isfinite(predicted).any():
             is_predicted = True
-            bars.append(groups.bars(_filled(predicted), name="predicted", color=ORANGE, pattern="/"))
+            bars.append(_prediction(groups, _filled(predicted)))
             columns[f"{stage}: predicted s"] = groups.cells(_filled(predicted), short)
         pictures.append(_rank_picture(stage, bars, groups, top=float(max(_filled(measured) + _filled(predicted)))))
     return Section(
@@ -76,7 +77,17 @@ def _by_rank(record: RunRecord) -> Section:
     )
 
 
-def _rank_picture(stage: str, bars: list[go.Bar], groups: RankGroups, *, top: float) -> go.Figure:
+def _prediction(groups: RankGroups, values: list[float]) -> go.Bar | go.Scatter:
+    """Draw predictions as bars beside the measured ones, or as steps over them where these are narrow."""
+    if len(groups.labels) <= BARS_BESIDE:
+        return groups.bars(values, name="predicted", color=ORANGE, pattern="/")
+    means = [float(part.mean()) for part in groups.cut(values)]
+    line = {"color": ORANGE, "dash": "dash", "width": 2, "shape": "hvh"}
+    told = "predicted<br>rank %{text}<br>mean %{y:,.4s}<extra></extra>"
+    return go.Scatter(x=groups.middles, y=means, mode="lines", line=line, text=groups.labels, hovertemplate=told)
+
+
+def _rank_picture(stage: str, bars: list[go.Bar | go.Scatter], groups: RankGroups, *, top: float) -> go.Figure:
     picture = figure(bars, title=f"<b>{stage}</b>", height=220, barmode="group", bargap=0.15, showlegend=False)
     picture.update_layout(margin=SMALL_MARGIN)
     picture.update_xaxes(groups.axis)

@@ -16,6 +16,7 @@ from mmcp.report.rank_groups import HATCH, RankGroups
 from mmcp.report.run_record import RunRecord, Span, step_spans
 
 STEPS_SHOWN = 3
+AHEAD_SHOWN = 0.4  # of a step's length that is shown of what ran before it
 LANES = 32  # ranks of a picture
 MOST_BARS = 4000  # of a picture
 MOST_EVENTS = 1_000_000  # of a trace: about 100 MB
@@ -56,9 +57,8 @@ def timeline_sections(record: RunRecord) -> list[Section]:
         Section(
             title="Timeline",
             text="When each stage ran on each rank, in the last steps; the thin bars are decoding on the rank's "
-            "workers, beside its steps. `mmcp inspect RUN --trace FILE` writes all of them for Perfetto."
-            + ("" if is_timed else LAID)
-            + every,
+            "workers, beside its steps; what ran far ahead lies to the left, click twice to see it. "
+            "`mmcp inspect RUN --trace FILE` writes all of them for Perfetto." + ("" if is_timed else LAID) + every,
             pictures=pictures,
             table=table(("step", "stage", "least s", "mean s", "most s", "slowest rank"), rows),
         )
@@ -111,7 +111,8 @@ def _picture(spans: Sequence[Span], step: int, lanes: Sequence[int]) -> go.Figur
     picture.update_layout(
         margin={"l": 55, "r": 10, "t": 75, "b": 45}, title_yref="container", title_y=0.98, title_yanchor="top"
     )
-    picture.update_xaxes(title_text="seconds since the step began")
+    end = max(span.start + span.seconds for span in spans)
+    picture.update_xaxes(title_text="seconds since the step began", range=[-AHEAD_SHOWN * end, 1.02 * end])
     picture.update_yaxes(
         title_text="rank", tickvals=list(range(len(lanes))), ticktext=list(map(str, lanes)), showgrid=False,
         range=[len(lanes) - 0.4, -0.6], zeroline=False,
