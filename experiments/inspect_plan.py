@@ -14,6 +14,7 @@ from experiments import inspect_workload
 from experiments.base import RunConfig
 from experiments.inspect_source import Row, find_row, run_row
 from mmcp.config import load
+from mmcp.masks import Mask
 from mmcp.parallel.mesh import MeshConfig
 from mmcp.report.explained import explain_lines, explain_section, explain_units
 from mmcp.report.figures import save_comparison, save_shards
@@ -111,7 +112,7 @@ def run(
         cap_bytes=cap_bytes, explain=explain,
     )  # fmt: skip
     request.check(trace)
-    views, shown, row = _stored(Path(source), with_row=bool(html)) if request.is_stored else _planned(request)
+    views, shown, row = _stored(Path(source), with_row=bool(html or png)) if request.is_stored else _planned(request)
     records = [view.record for view in views]
     units = (
         explain_units(row.sequence, views[0].plan, row.reasons) if row.sequence and row.reasons is not None else None
@@ -146,7 +147,8 @@ def _write(
     if png and len(views) > 1:
         save_comparison(png, [view.record for view in views])
     elif png:
-        save_shards(png, views[0].record)
+        mask = None if shown.sequence is None else Mask.of(shown.sequence)
+        save_shards(png, views[0].record, views[0].plan, mask=mask)
     return {kind: str(file) for kind, file in (("page", html), ("figure", png)) if file}
 
 

@@ -51,7 +51,7 @@ def run(
     if png and compare:
         save_comparison(png, records)
     elif png:
-        save_shards(png, records[0])
+        save_shards(png, records[0], planned[0].plan, mask=planned[0].costs.mask)
     tables = [facts_grid(facts), *(table for record in records for table in _headed(record))]
     tables += [comparison_table(records)] if compare and workload != "all" else []
     tables += [facts_grid({"written": str(file)}) for file in (html, png) if file]

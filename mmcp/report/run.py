@@ -134,6 +134,6 @@ def _shard_sections(run_folder: Path) -> tuple[list[Section], dict]:
     plans, record = _read_json(run_folder / "plan.json").get("rows"), _read_json(run_folder / "inspect.json")
     if not plans or not record:
         return [Section(title="The sequence over the ranks", text=NO_DATA)], {}
-    save_shards(run_folder / "report" / "shards.png", record)
     plan, shown = ShardPlan.from_json(json.dumps(plans[0])), Shown()
+    save_shards(run_folder / "report" / "shards.png", record, plan)
     return shard_sections(View(record, plan), shown), {ROW: shown.data(plan)}

@@ -16,6 +16,7 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
+from mmcp.masks import Mask
 from mmcp.report.figures import save_accuracy, save_comparison, save_lines, save_shards
 from mmcp.report.numbers import decimate, finite, short
 from mmcp.report.run import write_run_report
@@ -103,8 +104,8 @@ def test_shard_report(tmp_path, ranks):
     assert page.fetches == [] and page.open == []
     assert page.headings == ["<b>clip & co</b>", "What was planned", *HEADINGS]
     assert "<i>x</i>" in page.text and "many & more" in page.text
-    assert (len(page.pictures), page.tables) == (14, 7)
-    save_shards(tmp_path / "shards.png", record)
+    assert (len(page.pictures), page.tables) == (15, 7)
+    save_shards(tmp_path / "shards.png", record, plan, mask=Mask.of(ROW))
     assert not is_blank(tmp_path / "shards.png")
 
 
@@ -130,7 +131,8 @@ def test_an_empty_row_has_a_report(tmp_path):
     plan, record = planned(2, row=TokenSequence(()))
     path = tmp_path / "shards.html"
     write_shard_report(path, [View(record, plan)], title="nothing", facts={}, shown=Shown(sequence=TokenSequence(())))
-    assert len(Page(path.read_text(encoding="utf-8")).pictures) == 13
+    save_shards(tmp_path / "shards.png", record, plan, mask=Mask.of(TokenSequence(())))
+    assert len(Page(path.read_text(encoding="utf-8")).pictures) == 14
 
 
 def text_of(table, width):
