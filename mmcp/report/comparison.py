@@ -105,7 +105,7 @@ def _costs(ordered: Sequence[Mapping], names: list[str]) -> go.Figure:
         ygap=2,
     )
     picture = figure([heat], height=75 + 30 * len(names), title="slowest rank / least mean, by cost")
-    picture.update_layout(margin={"l": 125, "r": 10, "t": 40, "b": 50})
+    picture.update_layout(margin={"l": 125, "r": 10, "t": 40, "b": 65})
     picture.update_yaxes(autorange="reversed", showgrid=False)
-    picture.update_xaxes(showgrid=False)
+    picture.update_xaxes(showgrid=False, tickangle=-40)
     return picture
