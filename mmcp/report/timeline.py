@@ -107,9 +107,9 @@ def _picture(spans: Sequence[Span], step: int, lanes: Sequence[int]) -> go.Figur
                 hovertemplate="%{hovertext}<extra></extra>",
             )
         )
-    picture = figure(bars, title=f"step {step}", height=130 + 26 * max(2, len(lanes)), barmode="overlay", legend=LEGEND)
+    picture = figure(bars, title=f"step {step}", height=150 + 26 * max(2, len(lanes)), barmode="overlay", legend=LEGEND)
     picture.update_layout(
-        margin={"l": 55, "r": 10, "t": 75, "b": 45}, title_yref="container", title_y=0.98, title_yanchor="top"
+        margin={"l": 55, "r": 10, "t": 95, "b": 45}, title_yref="container", title_y=0.98, title_yanchor="top"
     )
     end = max(span.start + span.seconds for span in spans)
     picture.update_xaxes(title_text="seconds since the step began", range=[-AHEAD_SHOWN * end, 1.02 * end])
