@@ -21,7 +21,7 @@ from experiments.check_run import check
 from experiments.features import keep_features
 from experiments.pipeline import Pipeline, collect, held_out_loss, read_steps
 from experiments.run_log import RunLog
-from experiments.runtime import run_runner
+from experiments.runtime import num_updated, run_runner
 from mmcp.config import as_values, dump, load
 from mmcp.parallel.launch import launch
 from mmcp.parallel.mesh import Mesh, build_mesh, device_type_for, process_group
@@ -125,7 +125,15 @@ def train_on(
         stack.callback(pool.close)
         planner = settings.planner(tokenizer.vocab_size)
         pipeline = Pipeline(settings, tokenizer, shards, planner, encoders=keep_features(settings, runner))
-        log = RunLog(settings, folder, mesh, pipeline=pipeline, counters=counters, start=start)
+        log = RunLog(
+            settings,
+            folder,
+            mesh,
+            pipeline=pipeline,
+            counters=counters,
+            start=start,
+            num_updated=num_updated(runner.model),
+        )
         stack.enter_context(log)
         order = shards.order(settings.seed)
         trainer = Trainer(

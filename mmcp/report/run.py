@@ -11,7 +11,7 @@ from mmcp.report.page import Section, page, table
 from mmcp.report.palette import BLUE, GREY, SERIES
 from mmcp.report.shards import shard_sections
 from mmcp.sharding.plan import ShardPlan
-from mmcp.training.step import STAGES
+from mmcp.training.stage_clock import STAGES
 
 LOSSES = ("loss", "held_out_loss")
 NO_DATA = "No data yet."
