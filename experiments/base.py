@@ -33,6 +33,11 @@ from mmcp.training.train import TrainConfig
 EVERYTHING = PartsConfig()
 
 
+def default_rates() -> Rates:
+    """Return the rates of a run that gives none: those of this machine's kind of device."""
+    return DEFAULT_RATES["cuda" if torch.cuda.is_available() else "cpu"]
+
+
 @config
 class ModelConfig:
     """Encoders and backbone.
@@ -153,7 +158,7 @@ class RunConfig:
     """Type of the computation; bfloat16 keeps float32 parameters and sums."""
     mesh: MeshConfig = MeshConfig()
     sharding: ShardingConfig = ShardingConfig()
-    rates: Rates = field(default_factory=lambda: DEFAULT_RATES["cuda" if torch.cuda.is_available() else "cpu"])
+    rates: Rates = field(default_factory=default_rates)
     """Speeds that plans are priced with, those of the device unless given; `mmcp bench calibrate` measures them."""
     data: DataConfig
     clip: ClipConfig
