@@ -86,6 +86,16 @@ def run(overrides: Sequence[str] = ()) -> Outcome:
     if settings.smoke:
         settings = replace(settings, source=replace(settings.source, seconds=8), tokens=64, repeats=1)
     run_settings = load(RunConfig, settings.base, settings.changes)
+    record = as_values(calibrate(settings, run_settings))
+    write_json(Path(settings.folder) / "rates.json", record)
+    table = Table("setting", "measured", "default")
+    for name, value in record.items():
+        table.add_row(f"rates.{name}", f"{value:,}", f"{getattr(run_settings.rates, name):,}")
+    return Outcome(record=record, tables=[table, " ".join(f"rates.{name}={value}" for name, value in record.items())])
+
+
+def calibrate(settings: CalibrateConfig, run_settings: RunConfig) -> Rates:
+    """Measure the rates of a run on this machine."""
     folder = Path(settings.folder)
     folder.mkdir(parents=True, exist_ok=True)
     file = Path(settings.video) if settings.video else folder / f"{settings.source.name}.mp4"
@@ -95,12 +105,7 @@ def run(overrides: Sequence[str] = ()) -> Outcome:
     rates = replace(rates, decoders=free_decoders(run_settings))
     if device_type_for(run_settings.parameter_dtype) == "cpu" or torch.cuda.device_count() > 1:
         rates = replace(rates, link_bytes_per_second=launch(measure_link, 2, settings, run_settings))
-    record = as_values(rates)
-    write_json(folder / "rates.json", record)
-    table = Table("setting", "measured", "default")
-    for name, value in record.items():
-        table.add_row(f"rates.{name}", f"{value:,}", f"{getattr(run_settings.rates, name):,}")
-    return Outcome(record=record, tables=[table, " ".join(f"rates.{name}={value}" for name, value in record.items())])
+    return rates
 
 
 def free_decoders(settings: RunConfig) -> int:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from experiments.base import default_rates
+from experiments.train_video_lm import with_saved_rates
 from mmcp.sharding.predict import PREDICTED
 from mmcp.training.stage_clock import BACKBONE, STAGES, StageClock, timed_attention
 from mmcp.training.timeline import TimelineWriter, read_timeline
@@ -37,6 +39,16 @@ def run(tiny_shards, tmp_path_factory, rank_pool):
     )
     assert settings.model.backbone.layers == LAYERS
     return train_in(rank_pool, settings), read_timeline(folder)
+
+
+def test_a_resumed_run_keeps_the_rates_it_was_planned_with(tiny_shards, tmp_path, rank_pool):
+    made = tiny_settings(tiny_shards, tmp_path, "optim.total_steps=1", "optim.warmup_steps=0", "rates.seek_ns=7")
+    train_in(rank_pool, made)
+    resumed = tiny_settings(tiny_shards, tmp_path)
+    assert resumed.rates.seek_ns != 7 and with_saved_rates(resumed).rates == made.rates
+    other = tiny_settings(tiny_shards, tmp_path, "rates.seek_ns=8")
+    assert with_saved_rates(other) == other, "what was given is left, to be refused"
+    assert with_saved_rates(tiny_settings(tiny_shards, tmp_path / "new")).rates == default_rates()
 
 
 def test_spans_follow_the_stages_of_a_step(run):
