@@ -35,7 +35,8 @@ from mmcp.sequence import Segment, TokenSequence
 from mmcp.training import checkpoint
 from mmcp.training.evaluate import Graded, grade
 from mmcp.training.run_folder import write_json
-from mmcp.training.step import StageClock, StepRunner, StepWork
+from mmcp.training.stage_clock import StageClock
+from mmcp.training.step import StepRunner, StepWork
 
 ROOM = 16  # tokens an answer may have
 

@@ -47,7 +47,7 @@ def find_row(source: str, settings: RunConfig, *, sample: int | None = None, exp
         return _sample_row(ShardSet.open(source), sample or 0, settings, explain=explain)
     if sample is not None:
         raise ValueError(f"--sample {sample}: '{source}' is one clip; leave the option out, or name a manifest")
-    return _sample_row(_clip_sample(path), 0, settings, explain=explain)
+    return _sample_row(clip_sample(path), 0, settings, explain=explain)
 
 
 def run_row(folder: str, settings: RunConfig, *, sample: int | None = None, explain: bool = False) -> Row:
@@ -132,7 +132,7 @@ def _manifest_sample(manifest: Path, number: int) -> OneSample:
     return OneSample(sample, {str(item.file): item for item in media})
 
 
-def _clip_sample(path: Path) -> OneSample:
+def clip_sample(path: Path) -> OneSample:
     """Put a clip into a conversation of its own. Raises MediaError."""
     name, kind = str(path), KIND_OF.get(path.suffix.lower().removeprefix("."), "video")
     media = examine(kind, MediaFile(name))

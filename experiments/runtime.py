@@ -3,6 +3,8 @@
 from typing import cast
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from encoders.mel import SILENCE, finish
 from experiments.base import ModelConfig, RunConfig, build_model
@@ -69,3 +71,9 @@ def run_runner(settings: RunConfig, mesh: Mesh, *, vocabulary: int, is_filled_la
         parts=settings.parts,
         is_filled_later=is_filled_later,
     )
+
+
+def num_updated(model: nn.Module) -> int:
+    """Count the numbers of the parameters that train, of those that this rank keeps."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in trained)

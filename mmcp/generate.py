@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from mmcp.sequence import TokenSequence
 from mmcp.sharding.step import StepPlan
-from mmcp.training.step import StageClock, StepRunner, StepWork
+from mmcp.training.stage_clock import StageClock
+from mmcp.training.step import StepRunner, StepWork
 
 
 def generate(

@@ -1,6 +1,6 @@
 """Seconds and spans of a run as pictures and as a trace: every recorded second is there once, on its rank and thread.
 
-Run: python -m pytest tests/report/test_timeline.py
+Run: python -m pytest tests/report/test_run_timeline.py
 """
 
 import json
