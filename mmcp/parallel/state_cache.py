@@ -1,8 +1,8 @@
-"""States of recurrent layers after the prompt, shared out by heads: rank j keeps heads floor(j h / P) .. floor((j+1) h / P).
+"""States of recurrent layers after the prompt, shared out evenly by heads; some ranks get none where heads are few.
 
-Each rank tells what its own tokens do to the state of all heads, one map for each piece of a document that it holds; one
-exchange brings every rank the maps of its heads, which it composes in the order of the sequence. That is the same for
-all modes of a layer. What a short convolution reads of the last tokens is kept beside the state.
+Each rank tells what its own tokens do to the state of all heads, one map for each piece of a document that it holds.
+One exchange brings every rank the maps of its heads, which it composes in the order of the sequence. That is the same
+for all modes of a layer. What a short convolution reads of the last tokens is kept beside the state.
 """
 
 from dataclasses import replace
@@ -69,7 +69,7 @@ class StateCache:
         return [transition.flatten(2) if transition.ndim > 2 else transition[..., None], state.flatten(2)]
 
     def _composed(self, maps: list[Tensor], info: RowInfo, pieces: list[Ranges]) -> Tensor:
-        """Bring the maps of this rank's heads here and compose them: the state after each document, [n, h, d_k, d_v]."""
+        """Bring the maps of this rank's heads here and compose them: states after the documents, [n, h, d_k, d_v]."""
         joined = torch.cat(maps, dim=-1).transpose(0, 1).contiguous()  # [h, pieces, numbers]
         numbers, counts = joined.shape[-1], [len(ranges) for ranges in pieces]
         num_heads = len(self.heads.query_heads)
