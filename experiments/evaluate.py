@@ -150,7 +150,9 @@ class Answering:
         sample, media = self.shards.load(number)
         sequence, _ = build_sequence(sample, media, self.settings.clip, rules=self.pipeline.rules, prompt=True)
         reference(sample)
-        return Document(sample, media, TokenSequence(tuple(replace(part, loss=False) for part in sequence.segments)), ())
+        return Document(
+            sample, media, TokenSequence(tuple(replace(part, loss=False) for part in sequence.segments)), ()
+        )
 
     def _answers(self, step: Loaded[PlannedStep]) -> Iterator[tuple[Document, str | None]]:
         work, messages = agree_on(collect(step), self.runner)

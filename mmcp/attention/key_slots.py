@@ -16,7 +16,7 @@ class KeySlots:
     """The slots of one document on one rank."""
 
     def __init__(self, held: np.ndarray, *, length: int, room: int, rank: int, ranks: int, window: int, sink: int):
-        """held: [m] int64  prompt tokens of the document that this rank holds   length: of the prompt   room: new tokens
+        """held: [m] int64  tokens of the prompt that this rank holds   length: tokens of the prompt   room: new ones
 
         window, sink: as in `Mask.with_window`
         """

@@ -18,6 +18,7 @@ from mmcp.generate.turn import agree_on_ids, any_goes_on
 from mmcp.model.vlm import RankRow, RowExchange
 from mmcp.parallel.cached_attention import cached_attention
 from mmcp.parallel.collectives import Group, all_reduce
+from mmcp.parallel.last_tokens import last_tokens
 from mmcp.parallel.mesh import Mesh
 from mmcp.parallel.new_tokens import NewTokens, new_tokens
 from mmcp.sequence import Segment, TokenSequence
@@ -83,7 +84,7 @@ class Continuation:
         prompts, positions = info.mask, self._positions()
         said: Answers = [[] for _ in prompts.bounds[1:]]
         open_documents = tuple(range(len(said)))
-        with torch.no_grad(), cached_attention(model.backbone, mesh, room=self.room):
+        with torch.no_grad(), cached_attention(model.backbone, mesh, room=self.room - 1):
             logits = model.predict(self.batch.row, self.batch.calls, LastTokens(self.batch.exchange, info, mesh.cp))
             for number in range(self.room):
                 ids = self._choose(logits, open_documents, number)
@@ -145,13 +146,7 @@ class LastTokens:
 
     def to_scorers(self, hidden: Tensor) -> Tensor:
         """hidden: [s/cp, e] of this rank's tokens -> [documents, e] on all ranks."""
-        plan, rank = self.info.plan, self.info.rank
-        last = self.info.mask.bounds[1:] - 1
-        mine = plan.owner[last] == rank
-        rows = hidden.new_zeros(len(last), hidden.shape[1])
-        local = torch.from_numpy(plan.local(rank, last[mine])).to(hidden.device)
-        rows[torch.from_numpy(mine).to(hidden.device)] = hidden[local]
-        return all_reduce(rows, "sum", group=self.group, name="last tokens")
+        return last_tokens(hidden, self.info, self.group)
 
 
 class Replicated:
