@@ -45,7 +45,7 @@ def generate(
             f"rope scaling '{scaling.name}' turns all keys anew as a document grows, and keys are kept as they are; "
             "use a model with another scaling"
         )
-    said = [[[] for _ in row.document_bounds[1:]] for row in work.plan.rows]
+    said: list[Answers] = [[[] for _ in row.document_bounds[1:]] for row in work.plan.rows]
     was_training = runner.model.training
     runner.model.eval()
     try:

@@ -48,7 +48,7 @@ class RowSlots:
 
     def readable(self, new: NewTokens, device: torch.device) -> list[tuple[int, int, Tensor | None]]:
         """Tell for each new token: first and last + 1 slot that it may read, and which of these it reads."""
-        spans = []
+        spans: list[tuple[int, int, Tensor | None]] = []
         for document, position in zip(new.documents, new.places, strict=True):
             readable = self.documents[document].readable(position)
             found, start = readable.nonzero()[0], self.starts[document]

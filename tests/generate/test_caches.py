@@ -3,6 +3,8 @@
 Run: python -m pytest tests/generate/test_caches.py
 """
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -76,7 +78,7 @@ def bytes_kept(plan, bounds: np.ndarray, rank: int, ranks: int) -> int:
     """Count the numbers that one rank keeps, from the plan."""
     tokens = as_indices(plan.tokens[rank])
     keys = 0
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds.tolist()):
         held = tokens[(tokens >= start) & (tokens < stop)] - start
         new = np.arange(stop - start + rank, stop - start + ROOM - 1, ranks)
         keys += len(held) + len(new)

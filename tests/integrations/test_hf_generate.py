@@ -48,10 +48,11 @@ FEW = [
     Case("gemma3", "gemma_joined", 3),
     Case("gemma3_text", "left_padded", 4),
 ]
+TEXT_PROMPTS = ("text", "left_padded", "three_tokens")
 PROMPTS = {
-    "llama": ("text", "left_padded", "three_tokens"),
-    "qwen3": ("text", "left_padded", "three_tokens"),
-    "qwen3_next": ("text", "left_padded", "three_tokens"),
+    "llama": TEXT_PROMPTS,
+    "qwen3": TEXT_PROMPTS,
+    "qwen3_next": TEXT_PROMPTS,
     "gemma3_text": ("text", "left_padded"),
     "qwen2_5_vl": ("text", "qwen_media", "qwen_video", "qwen_one_image"),
     "qwen3_vl": ("qwen_stamped", "qwen_one_image"),
@@ -62,7 +63,7 @@ ALL = [
     for model, batches in PROMPTS.items()
     for batch in batches
     for ring, ulysses in ((1, 2), (1, 3), (1, 4), (2, 2))
-    for options in OPTIONS
+    for options in (OPTIONS if batch in TEXT_PROMPTS else ("greedy", "drawn"))
 ]
 
 
@@ -153,8 +154,8 @@ REFUSED = {
 }
 
 
-def refusal(options: dict[str, Any], batch: str) -> str:
-    model = parallelize(make_model("llama", torch.float64).eval(), build_mesh(MeshConfig(ulysses=2)))
+def refusal(options: dict[str, Any], batch: str, model: str = "llama") -> str:
+    model = parallelize(make_model(model, torch.float64).eval(), build_mesh(MeshConfig(ulysses=2)))
     with pytest.raises(ValueError) as caught:
         model.generate(**prompt(batch), **(GREEDY | options))
     return str(caught.value)
@@ -171,3 +172,10 @@ def test_what_cannot_be_done_is_refused_by_name(rank_pool, name):
 def test_prompts_that_cannot_be_continued_are_refused(rank_pool, batch, message):
     for found in rank_pool.run(refusal, {}, batch, ranks=2):
         assert message in found
+
+
+def test_several_answers_to_a_prompt_with_pixels_are_refused(rank_pool):
+    for found in rank_pool.run(
+        refusal, {"num_return_sequences": 2, "do_sample": True}, "qwen_video", "qwen2_5_vl", ranks=2
+    ):
+        assert "num_return_sequences=2 of a prompt with pixels" in found

@@ -48,15 +48,15 @@ def enable_generation(model: PreTrainedModel, mesh: Mesh) -> Turns:
     Returns what the model's forward tells of each call.
     """
     turns = Turns(mesh.cp)
-    model.generate = MethodType(_as_method(model, mesh, turns), model)
-    model._prepare_cache_for_generation = MethodType(partial(_put_cache, mesh=mesh), model)
-    model._maybe_prepare_encoder_kwargs_for_generation = MethodType(_encode_in_forward, model)
+    own: Any = model
+    own.generate = MethodType(_as_method(type(own).generate, mesh, turns), model)
+    own._prepare_cache_for_generation = MethodType(partial(_put_cache, mesh=mesh), model)
+    own._maybe_prepare_encoder_kwargs_for_generation = MethodType(_encode_in_forward, model)
     return turns
 
 
-def _as_method(model: PreTrainedModel, mesh: Mesh, turns: Turns) -> Callable:
+def _as_method(own: Callable, mesh: Mesh, turns: Turns) -> Callable:
     """Dress transformers' own `generate` in what the ranks tell each other."""
-    own = type(model).generate
 
     @wraps(own)
     def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -111,6 +111,11 @@ def _put_cache(
             raise ValueError(f"{name}={getattr(generation_config, name)} is not supported over ranks: {reason}")
     if generation_config.use_cache is False:
         raise ValueError("use_cache=False in generate is not supported over ranks; leave it on")
+    if generation_config.num_return_sequences > 1 and any(name.startswith("pixel") for name in model_kwargs):
+        raise ValueError(
+            f"num_return_sequences={generation_config.num_return_sequences} of a prompt with pixels: transformers "
+            "repeats each image and video by itself, not with its row; repeat the rows of the batch instead"
+        )
     if generation_config.do_sample:
         _share_generator(mesh, model.device)
     columns = model_kwargs["position_ids"].shape[-1]

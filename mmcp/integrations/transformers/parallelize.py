@@ -78,7 +78,7 @@ def _as_method(model: PreTrainedModel, parallel: "ParallelForward") -> Callable:
     signature = inspect.signature(type(model).forward)
 
     @wraps(type(model).forward)
-    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> ParallelOutput:
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> ParallelOutput | NextLogits:
         bound = signature.bind(self, *args, **kwargs).arguments
         named = {name: value for name, value in bound.items() if name != "self"}
         for name, parameter in signature.parameters.items():
