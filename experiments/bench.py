@@ -9,6 +9,7 @@ from mmcp.report.outcome import Outcome
 BENCHES = {
     "attention": "experiments.bench_attention:run",
     "data": "experiments.bench_data:run",
+    "generate": "experiments.bench_generate:run",
     "hf": "experiments.bench_hf:run",
     "loader": "experiments.bench_loader:run",
     "peers": "experiments.bench_peers:run",

@@ -18,7 +18,7 @@ from transformers import StoppingCriteria
 
 from mmcp.integrations.transformers import parallelize
 from mmcp.parallel.mesh import MeshConfig, build_mesh
-from tests.integrations.hf_cases import make_batch, make_model, wide_casts
+from tests.integrations.hf_cases import IMAGE, START, STOP, VIDEO, make_batch, make_model, wide_casts
 
 GREEDY = {"max_new_tokens": 9, "do_sample": False}
 DRAWN = {"max_new_tokens": 9, "do_sample": True, "temperature": 1.3, "top_k": 30, "top_p": 0.9}
@@ -73,7 +73,7 @@ def prompt(name: str) -> dict[str, Tensor]:
 
 def answers(case: Case) -> tuple[Tensor, Tensor, float]:
     """Return ids of one process, ids of the parallelised model here, and the largest difference of logits."""
-    options = OPTIONS[case.options] | {"pad_token_id": 0}
+    options = OPTIONS[case.options] | {"pad_token_id": 0, "suppress_tokens": [IMAGE, VIDEO, START, STOP]}
     with wide_casts():
         model = make_model(case.model, torch.float64).eval()
         torch.manual_seed(3)
