@@ -42,8 +42,8 @@ def default_rates() -> Rates:
 class ModelConfig:
     """Encoders and backbone.
 
-    With `pretrained` and without `backbone`, the folder's config.json says what the backbone, its vocabulary and its
-    head are. All settings, and so the run's config.yaml, then have them written out; with both given, `backbone` wins.
+    With `pretrained`, the folder's config.json says what the backbone, its vocabulary and its head are; what is given
+    beside it wins, field by field. All settings, and so the run's config.yaml, have the rest written out.
     """
 
     pretrained: str = ""
@@ -70,6 +70,14 @@ class ModelConfig:
         for kind, encoder in self.encoders.items():
             if encoder.kind != kind:
                 raise ValueError(f"{kind}: encoder '{encoder.name}' encodes {encoder.kind}; choose one for {kind}")
+
+    @classmethod
+    def defaults_for(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Return what a model folder says where a file says nothing. Raises ValueError for a folder that is none."""
+        if not isinstance(given.get("pretrained"), str) or not given["pretrained"]:
+            return {}
+        decoder = ModelFolder.open(given["pretrained"]).decoder
+        return {"backbone": decoder.backbone, "vocabulary": decoder.vocabulary, "tied_head": decoder.tied_head}
 
     @property
     def encoders(self) -> dict[str, Encoder]:

@@ -12,6 +12,7 @@ BENCHES = {
     "data": "experiments.bench_data:run",
     "generate": "experiments.bench_generate:run",
     "hf": "experiments.bench_hf:run",
+    "hf_text": "experiments.bench_hf_text:run",
     "loader": "experiments.bench_loader:run",
     "peers": "experiments.bench_peers:run",
     "sharding": "experiments.bench_sharding:run",

@@ -62,7 +62,8 @@ def attend(
     q, k, v = (mmcp_row.without_ghost(_as_rows(x)) for x in (query, key, value))
     scale = 1.0 if scaling is None else scaling * math.sqrt(q.shape[-1])
     inputs = {"q": q if math.isclose(scale, 1.0) else q * scale, "k": k, "v": v}
-    out = mmcp_row.attend(module.layer_idx, inputs)
+    with torch.autocast(q.device.type, enabled=False):  # its sums stay wide
+        out = mmcp_row.attend(module.layer_idx, inputs)
     return mmcp_row.with_ghost(out)[None].to(value.dtype), None
 
 
