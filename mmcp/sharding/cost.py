@@ -176,17 +176,17 @@ class RowCosts:
     @cached_property
     def pairs(self) -> tuple[int, ...]:
         """Per entry of `model.layers`: allowed (query, key) pairs of the row."""
-        return tuple(self._mask_of(layer).pairs() if layer.pair_flops else 0 for layer in self.model.layers)
+        return tuple(self.mask_of(layer).pairs() if layer.pair_flops else 0 for layer in self.model.layers)
 
     def group_pairs(self, groups: tuple[Ranges, ...]) -> tuple[np.ndarray, ...]:
         """Per entry of `model.layers`: pairs [ring, ring] between queries of group i and keys of group j."""
         nothing = np.zeros((len(groups), len(groups)), dtype=np.int64)
         return tuple(
-            group_pairs(self._mask_of(layer).slices, groups) if layer.pair_flops else nothing
+            group_pairs(self.mask_of(layer).slices, groups) if layer.pair_flops else nothing
             for layer in self.model.layers
         )
 
-    def _mask_of(self, layer: LayerCost) -> Mask:
+    def mask_of(self, layer: LayerCost) -> Mask:
         return self.mask.with_window(layer.window, layer.sink) if layer.window else self.mask
 
     def decoding(self, units: np.ndarray, ranks: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
