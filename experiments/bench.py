@@ -10,6 +10,7 @@ BENCHES = {
     "attention": "experiments.bench_attention:run",
     "calibrate": "experiments.bench_calibrate:run",
     "data": "experiments.bench_data:run",
+    "generate": "experiments.bench_generate:run",
     "hf": "experiments.bench_hf:run",
     "loader": "experiments.bench_loader:run",
     "peers": "experiments.bench_peers:run",

@@ -4,6 +4,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from encoders.mel import SILENCE, finish
@@ -45,6 +46,7 @@ def make_runner(
     wrap_attention(model, mesh)
     units = [*model.backbone.blocks, *dict.fromkeys(model.encoders.values())]
     shard_parameters(model, mesh, units=units, compute_dtype=compute_dtype)
+    register_fsdp_forward_method(model, "predict")
     materialise(model, mesh.device)
     if model_config.pretrained and not is_filled_later:
         fill(model, ModelFolder.open(model_config.pretrained))

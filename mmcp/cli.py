@@ -169,6 +169,10 @@ def _ask(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("question", metavar="QUESTION", help="what to ask about the clip")
     parser.add_argument("--video", type=Path, required=True, metavar="FILE", help="the clip")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="draw the answer at this temperature (0: no draw)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw; the same on any number of ranks")
     _add_ranks(parser)
     _add_json(parser)
 

@@ -8,7 +8,7 @@ tokens. Its loss is the sum of all token losses over the labelled tokens, whatev
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, Literal
 
@@ -20,11 +20,16 @@ from transformers import PreTrainedModel
 from mmcp.integrations.transformers.check import check_batch, check_model, check_ranks_agree
 from mmcp.integrations.transformers.costs import cost_model
 from mmcp.integrations.transformers.gated_delta import parallelize_layer
+from mmcp.integrations.transformers.generation import NextLogits, enable_generation
 from mmcp.integrations.transformers.interfaces import NAME, no_mask, register
 from mmcp.integrations.transformers.local_row import Attentions, LocalRow, row_infos
 from mmcp.integrations.transformers.outputs import ParallelOutput, scored_output
+from mmcp.integrations.transformers.sharded_cache import ShardedCache, check_prompts, prompts_alone
 from mmcp.integrations.transformers.towers import TOWERS, Tower
+from mmcp.integrations.transformers.turns import Turns
 from mmcp.integrations.transformers.whole_row import WholeRow, read_batch
+from mmcp.parallel.cached_attention import RowCache
+from mmcp.parallel.last_tokens import last_tokens
 from mmcp.parallel.mesh import Mesh
 from mmcp.parallel.route import Router
 from mmcp.sharding.cost import row_costs
@@ -62,7 +67,8 @@ def parallelize(
     for layer in text.layers:
         if hasattr(layer, "linear_attn"):
             parallelize_layer(layer.linear_attn, mesh)
-    parallel = ParallelForward(model, mesh, Attentions(mesh, mode), linear, strategy, gradients)
+    turns = enable_generation(model, mesh)
+    parallel = ParallelForward(model, mesh, Attentions(mesh, mode), linear, strategy, gradients, turns)
     model.forward = MethodType(_as_method(model, parallel), model)
     return model
 
@@ -72,7 +78,7 @@ def _as_method(model: PreTrainedModel, parallel: "ParallelForward") -> Callable:
     signature = inspect.signature(type(model).forward)
 
     @wraps(type(model).forward)
-    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> ParallelOutput:
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> ParallelOutput | NextLogits:
         bound = signature.bind(self, *args, **kwargs).arguments
         named = {name: value for name, value in bound.items() if name != "self"}
         for name, parameter in signature.parameters.items():
@@ -94,46 +100,76 @@ class ParallelForward:
         linear: list[bool],
         strategy: str,
         gradients: str,
+        turns: Turns,
     ):
-        self.model, self.mesh, self.attentions, self.linear = model, mesh, attentions, linear
+        self.model, self.mesh, self.attentions, self.linear, self.turns = model, mesh, attentions, linear, turns
         self.plan_row = STRATEGIES[strategy]
         self.costs = cost_model(model.config, linear, mesh.device.type)
         self.weight = mesh.cp.size if gradients == "mean" else 1
         model_type = model.config.model_type
         self.tower: Tower | None = TOWERS[model_type](model) if model_type in TOWERS else None
 
-    def __call__(self, batch: dict[str, Any]) -> ParallelOutput:
+    def __call__(self, batch: dict[str, Any]) -> ParallelOutput | NextLogits:
         """Answer a batch that all ranks of the group were given.
 
         batch: what the model's own forward takes, without the entries that are None
         """
+        cache = batch.get("cache")
+        if isinstance(cache, ShardedCache):
+            with self.turns.reading(batch["input_ids"]):
+                return self._read_new(batch, cache) if cache.num_columns else self._read_prompts(batch, cache)
         batch = check_batch(self.model, batch)
         whole = read_batch(self.model, batch, self.tower, self.linear)
         plan = self.plan(whole)
         check_ranks_agree(whole, plan, self.mesh.cp)
-        device = batch["input_ids"].device
-        router = Router(plan, self.mesh.cp, device=device)
+        row, router = self._row(whole, plan), Router(plan, self.mesh.cp, device=batch["input_ids"].device)
+        route = partial(router.to_scorers, trainable=torch.is_grad_enabled())
+        logits = self._run(batch, whole, row, router, route)
+        return scored_output(logits, batch, whole, plan, group=self.mesh.cp, weight=self.weight)
+
+    def _read_prompts(self, batch: dict[str, Any], cache: ShardedCache) -> NextLogits:
+        """Read a batch of prompts, keep what new tokens will read of it in `cache`, and tell what follows."""
+        batch = check_batch(self.model, prompts_alone(batch, has_tower=self.tower is not None), is_scored=False)
+        whole = read_batch(self.model, batch, self.tower, self.linear)
+        check_prompts(whole, batch["input_ids"])
+        plan = self.plan(whole)
+        check_ranks_agree(whole, plan, self.mesh.cp)
+        row, router = self._row(whole, plan, cache.row), Router(plan, self.mesh.cp, device=batch["input_ids"].device)
+        cache.begin(whole.masks[0], whole.positions, batch["input_ids"].shape[1])
+        route = partial(last_tokens, info=row.infos[0], group=self.mesh.cp)
+        return NextLogits(logits=self._run(batch, whole, row, router, route)[:, None], cache=cache)
+
+    def _read_new(self, batch: dict[str, Any], cache: ShardedCache) -> NextLogits:
+        """Read one new token of each row of the batch, and tell what follows."""
+        ids = batch["input_ids"]
+        info, positions = cache.read(ids)
+        row = LocalRow(info.plan, (info,) * len(self.linear), self.attentions, info.rank, cache.row)
+        logits = type(self.model).forward(self.model, **_inputs(ids[:, 0], positions, row)).logits[0]
+        return NextLogits(logits=logits[:, None], cache=cache)
+
+    def _row(self, whole: WholeRow, plan: ShardPlan, cache: RowCache | None = None) -> LocalRow:
         rank = self.mesh.cp.index
-        row = LocalRow(plan, row_infos(list(whole.masks), plan, rank), self.attentions, rank)
-        held = plan.positions(rank)
+        return LocalRow(plan, row_infos(list(whole.masks), plan, rank), self.attentions, rank, cache)
+
+    def _run(
+        self,
+        batch: dict[str, Any],
+        whole: WholeRow,
+        row: LocalRow,
+        router: Router,
+        route: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Run the model on this rank's tokens: logits of the rows that `route` brings to its head, [l, vocabulary]."""
+        device = batch["input_ids"].device
+        held = row.plan.positions(row.rank)
         ids, positions = whole.ids[held], whole.positions[:, held]
         if not len(held):
             ids, positions = np.zeros(1, np.int64), np.zeros((len(positions), 1), np.int64)
-        inputs: dict[str, Any] = {
-            "input_ids": torch.from_numpy(ids).to(device)[None],
-            "position_ids": torch.from_numpy(positions).to(device),
-            "attention_mask": no_mask(),
-            "mmcp_row": row,
-            "use_cache": False,
-            "return_dict": True,
-        }
-        if len(whole.positions) > 1:
-            inputs["position_ids"] = inputs["position_ids"][:, None]
+        inputs = _inputs(torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device), row)
         if self.tower is not None:
-            inputs["mm_encoder_outputs"] = self._media(batch, whole, plan, router)
-        with _routed_head(self.model.get_output_embeddings(), router, row):
-            logits = type(self.model).forward(self.model, **inputs).logits[0]
-        return scored_output(logits, batch, whole, plan, group=self.mesh.cp, weight=self.weight)
+            inputs["mm_encoder_outputs"] = self._media(batch, whole, row.plan, router)
+        with _routed_head(self.model.get_output_embeddings(), row, route):
+            return type(self.model).forward(self.model, **inputs).logits[0]
 
     def plan(self, whole: WholeRow) -> ShardPlan:
         """Plan a row over the context-parallel ranks."""
@@ -151,14 +187,26 @@ class ParallelForward:
         return self.tower.outputs(rows, ids, frozenset(unit.kind for unit in whole.units))
 
 
+def _inputs(ids: Tensor, positions: Tensor, row: LocalRow) -> dict[str, Any]:
+    """Make the arguments of the model's own forward. ids: [n] int64  positions: [axes, n]."""
+    return {
+        "input_ids": ids[None],
+        "position_ids": positions if len(positions) == 1 else positions[:, None],
+        "attention_mask": no_mask(),
+        "mmcp_row": row,
+        "use_cache": False,
+        "return_dict": True,
+    }
+
+
 @contextmanager
-def _routed_head(head: nn.Module, router: Router, row: LocalRow) -> Iterator[None]:
-    """Send the rows that reach the output head to the ranks that score them."""
+def _routed_head(head: nn.Module, row: LocalRow, route: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Send the rows that reach the output head, [s/cp, e], where `route` brings them."""
 
-    def route(_module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        return (router.to_scorers(row.without_ghost(args[0][0]), trainable=torch.is_grad_enabled())[None],)
+    def send(_module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        return (route(row.without_ghost(args[0][0]))[None],)
 
-    handle = head.register_forward_pre_hook(route)
+    handle = head.register_forward_pre_hook(send)
     try:
         yield
     finally:
