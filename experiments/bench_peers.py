@@ -31,7 +31,7 @@ from mmcp.config.source import Source
 from mmcp.report.outcome import Outcome
 
 REPOSITORY = Path(mmcp.__file__).parents[1]
-OURS, REFERENCE = "mmcp", "reference"
+OURS, OURS_UNDER_TRAINER, REFERENCE = "mmcp", "mmcp-trainer", "reference"
 DRIVERS = {
     REFERENCE: "peer_reference.py",
     "ds-alst-plain": "peer_deepspeed.py",
@@ -46,8 +46,9 @@ DRIVERS = {
     "trainer-cp-fsdp2": "peer_accelerate.py --mode cp",
     "veomni-ulysses": "peer_veomni.py",
     OURS: "-m experiments.peer_step",
+    OURS_UNDER_TRAINER: "-m experiments.hf_peer_step",
 }
-PEERS = tuple(name for name in DRIVERS if name not in (OURS, REFERENCE))
+PEERS = tuple(name for name in DRIVERS if name not in (OURS, OURS_UNDER_TRAINER, REFERENCE))
 EDGES = {
     "1 key-value head": "--kv-heads 1",
     "7 heads": "--hidden 252 --heads 7 --kv-heads 7",
@@ -190,7 +191,8 @@ class Drivers:
 
 
 def _json_lines(text: str) -> Iterable[dict[str, Any]]:
-    return (json.loads(line) for line in text.splitlines() if line.startswith("{"))
+    # the trainers among the drivers also print dictionaries of Python
+    return (json.loads(line) for line in text.splitlines() if line.startswith('{"'))
 
 
 def summary(lines: dict[str, list[dict[str, Any]]], floor: float) -> list[dict[str, Any]]:
@@ -198,7 +200,7 @@ def summary(lines: dict[str, list[dict[str, Any]]], floor: float) -> list[dict[s
 
     lines: per driver, one JSON line of each round
     """
-    rows = [_row(name, found) for name, found in lines.items()]
+    rows = [row_of(name, found) for name, found in lines.items()]
     others = [row for row in rows if row["name"] in PEERS and row["seconds"] is not None]
     for row in rows:
         if row["seconds"] is None:
@@ -210,7 +212,8 @@ def summary(lines: dict[str, list[dict[str, Any]]], floor: float) -> list[dict[s
     return rows
 
 
-def _row(name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+def row_of(name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sum up the lines of one driver: medians, and the last run's loss and distance from the reference."""
     done = [line for line in found if "error" not in line]
     if not done:
         return {"name": name, "seconds": None, "gradient_error": None, "error": found[-1]["error"]}

@@ -29,7 +29,8 @@ from mmcp.parallel.mesh import Mesh, MeshConfig, build_mesh, process_group
 from mmcp.sequence import NO_LABEL, Segment, TokenSequence
 from mmcp.sharding.cost import Rates
 from mmcp.training.media import MediaInputs
-from mmcp.training.step import StageClock, StepRunner, StepWork
+from mmcp.training.stage_clock import StageClock
+from mmcp.training.step import StepRunner, StepWork
 
 BLOCK_NAMES = {
     "input_layernorm": "mixer_norm",

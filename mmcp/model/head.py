@@ -25,6 +25,10 @@ class LMHead(nn.Module):
         """
         return _SummedCrossEntropy.apply(rows, self.weight, labels, chunk)
 
+    def logits(self, rows: Tensor) -> Tensor:
+        """rows: [l, e] -> [l, vocabulary], in float32 or the rows' type, whichever is wider."""
+        return (rows @ self.weight.T).to(torch.promote_types(rows.dtype, torch.float32))
+
     @torch.no_grad()
     def most_likely(self, rows: Tensor, *, chunk: int = 1024) -> Tensor:
         """rows: [l, e] -> [l] int64: the id with the largest logit, the smallest such id on a tie."""

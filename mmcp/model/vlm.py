@@ -76,10 +76,19 @@ class VideoLM(nn.Module):
         Returns the sum of the label rows' token losses (a scalar), in evaluation mode the most likely id of each [l],
         and the final hidden states [s/cp, e].
         """
+        rows, hidden = self._rows(row, calls, exchange)
+        return self.head(rows, row.labels), row.labels[:0] if self.training else self.head.most_likely(rows), hidden
+
+    @torch.no_grad()
+    def predict(self, row: RankRow, calls: Sequence[tuple], exchange: RowExchange) -> Tensor:
+        """Run the row as `forward` does; return the logits of the rows that reach this rank's head, [l, vocabulary]."""
+        return self.head.logits(self._rows(row, calls, exchange)[0])
+
+    def _rows(self, row: RankRow, calls: Sequence[tuple], exchange: RowExchange) -> tuple[Tensor, Tensor]:
+        """Return the hidden states to score here, [l, e], and those of this rank's tokens, [s/cp, e]."""
         media = exchange.to_owners(self.encode(calls))
         text = self.embedding(row.ids)
         hidden = text.new_zeros(row.num_tokens, text.shape[1])
         hidden = hidden.index_copy(0, row.text, text).index_copy(0, row.media, media.to(text.dtype))
         hidden = self.backbone(hidden, row.positions, row.info)
-        rows = exchange.to_scorers(hidden)
-        return self.head(rows, row.labels), row.labels[:0] if self.training else self.head.most_likely(rows), hidden
+        return exchange.to_scorers(hidden), hidden

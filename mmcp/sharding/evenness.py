@@ -38,13 +38,9 @@ class Evenness:
     def even(self) -> np.ndarray:
         """[3] int64: loads of encoding, decoding and memory up to which a rank counts as even."""
         costs, ranks = self.costs, self.num_ranks
-        encode_ns, decode_ns = costs.model.ns(int(costs.flops.sum())), costs.least_decoding[0]
-        step_ns = max(costs.model.ns(costs.total_flops), 1)
-        leads = decode_ns // costs.model.rates.decoders > step_ns
-        encode = TOLERANCE if leads else STEP_TOLERANCE * step_ns // max(encode_ns, 1)
-        decode = STEP_TOLERANCE if leads else TOLERANCE
+        encode, decode = self._step_tolerances()
         memory = TOLERANCE * costs.total_bytes // max(int(costs.bytes.sum()), 1)
-        tolerance = np.array([min(encode, TOLERANCE), decode, memory], dtype=np.int64)
+        tolerance = np.array([encode, decode, memory], dtype=np.int64)
         items = (costs.flops, whole_groups(costs), costs.bytes)
         least = [busiest(item, int(total), ranks) for item, total in zip(items, self.totals, strict=True)]
         bounds = self.scale(np.array([least], dtype=np.int64))[0]
@@ -100,8 +96,19 @@ class Evenness:
         encode, decode, _ = (
             load * total // (ranks * SCALE) for load, total in zip(most.tolist(), self.totals.tolist(), strict=True)
         )
-        rest = (self.costs.total_flops - int(self.costs.flops.sum())) // ranks
-        return max(decode // model.rates.decoders, model.ns(encode + rest))
+        rest = (self.costs.compute_ns - model.ns(int(self.costs.flops.sum()), "encode")) // ranks
+        return model.rates.step_ns(decode, model.ns(encode, "encode") + rest)
+
+    def _step_tolerances(self) -> tuple[int, int]:
+        """Load of encoding and of decoding above an even share that counts as even, by what it adds to a step."""
+        costs, rates = self.costs, self.costs.model.rates
+        encode_ns, decode_ns = costs.model.ns(int(costs.flops.sum()), "encode"), costs.least_decoding[0]
+        allowed = STEP_TOLERANCE * rates.step_ns(decode_ns, costs.compute_ns)
+        encode, decode = (min(max(allowed, 1) // max(each, 1), TOLERANCE) for each in (encode_ns, decode_ns))
+        if not rates.decoders:
+            return encode, decode
+        is_led_by_decoding = decode_ns // rates.decoders > costs.compute_ns
+        return (TOLERANCE, STEP_TOLERANCE) if is_led_by_decoding else (encode, TOLERANCE)
 
     @cached_property
     def _least_step_ns(self) -> int:
