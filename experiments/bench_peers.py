@@ -190,7 +190,8 @@ class Drivers:
 
 
 def _json_lines(text: str) -> Iterable[dict[str, Any]]:
-    return (json.loads(line) for line in text.splitlines() if line.startswith("{"))
+    # the trainers among the drivers also print dictionaries of Python
+    return (json.loads(line) for line in text.splitlines() if line.startswith('{"'))
 
 
 def summary(lines: dict[str, list[dict[str, Any]]], floor: float) -> list[dict[str, Any]]:
