@@ -159,14 +159,14 @@ class Drivers:
         words = f"ceil_local.py --threads 1 --seq {settings.tokens} --reps 1 --head-dims 64 --dtypes".split()
         words.append({"float32": "fp32", "bfloat16": "bf16"}[settings.dtype])
         both = [self._start(words, threads=1) for _ in range(2)]
-        return [line for process in both for line in _json_lines(process.communicate()[0])]
+        return [line for process in both for line in json_lines(process.communicate()[0])]
 
     def _run(self, words: list[str], *, threads: int) -> dict[str, Any]:
         process = self._start(words, threads=threads)
         out, said = process.communicate()
-        lines = list(_json_lines(out))
+        lines = list(json_lines(out))
         if process.returncode or not lines:
-            return {"error": _reason(said)}
+            return {"error": reason(said)}
         return {key: value for line in lines for key, value in line.items()}
 
     def _start(self, words: list[str], *, threads: int) -> "subprocess.Popen[str]":
@@ -191,12 +191,13 @@ class Drivers:
         )
 
 
-def _json_lines(text: str) -> Iterable[dict[str, Any]]:
+def json_lines(text: str) -> Iterable[dict[str, Any]]:
+    """Read the lines of a driver's output that are JSON objects."""
     # the trainers among the drivers also print dictionaries of Python
     return (json.loads(line) for line in text.splitlines() if line.startswith('{"'))
 
 
-def _reason(said: str) -> str:
+def reason(said: str) -> str:
     """Pick the line that tells why a driver stopped: torchrun's own report comes after it."""
     told = said.strip().splitlines() or ["no message"]
     errors = [line for line in told if re.search(r"\w*(Error|Exception)\b.*: ", line) and "ChildFailed" not in line]

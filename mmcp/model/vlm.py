@@ -62,6 +62,12 @@ class VideoLM(nn.Module):
         if tied_head:
             self.head.register_parameter("weight", self.embedding.get_parameter("weight"))
 
+    @property
+    def units(self) -> list[nn.Module]:
+        """Parts whose parameters may be gathered one at a time: blocks, encoders, an embedding that is not the head."""
+        is_tied = self.embedding.weight is self.head.weight
+        return [*self.backbone.blocks, *dict.fromkeys(self.encoders.values()), *([] if is_tied else [self.embedding])]
+
     def encode(self, calls: Sequence[tuple], text: Tensor) -> Tensor:
         """Run the planned encoder calls: (kind, input) or (kind, input, kept features). Returns [n_r, e].
 
