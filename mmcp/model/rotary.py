@@ -89,7 +89,7 @@ def _heads(x: Tensor, head_dim: int) -> tuple[int, int, int]:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:
-    """Write turned heads to `out`, which may be x, a few tokens at a time, so that what lies between stays in the cache.
+    """Write turned heads to `out`, which may be x, a few tokens at a time, to stay in the cache.
 
     x, out: [s/cp, heads, head_dim]
     """
