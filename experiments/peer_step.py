@@ -109,7 +109,7 @@ def load_runner(settings: Namespace, mesh: Mesh) -> tuple[StepRunner, dict[str, 
             ours[names[name]].copy_(tensor)
     wrap_attention(model, mesh)
     compute = torch.bfloat16 if settings.dtype == "bf16" else None
-    shard_parameters(model, mesh, units=model.backbone.blocks, compute_dtype=compute)
+    shard_parameters(model, mesh, units=model.units, compute_dtype=compute)
     media = MediaInputs({}, finish=finish, silence=SILENCE, reduce_max=lambda values: values, device=mesh.device)
     model.train()
     return StepRunner(model, mesh, media=media, positions=backbone.positions_of, device=mesh.device), names

@@ -44,8 +44,7 @@ def make_runner(
         model.to(mesh.device)
     parts.freeze(model)
     wrap_attention(model, mesh)
-    units = [*model.backbone.blocks, *dict.fromkeys(model.encoders.values())]
-    shard_parameters(model, mesh, units=units, compute_dtype=compute_dtype)
+    shard_parameters(model, mesh, units=model.units, compute_dtype=compute_dtype)
     register_fsdp_forward_method(model, "predict")
     materialise(model, mesh.device)
     if model_config.pretrained and not is_filled_later:

@@ -59,7 +59,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
             grad_logits[torch.arange(len(target), device=target.device), target] -= 1
             grad_logits = grad_logits.mul_(counted[:, None]).to(rows.dtype)
             grad_rows[start : start + chunk] = grad_logits @ weight
-            if grad_weight is not None:
+            if grad_weight is not None and grad_weight.dtype == part.dtype:
+                grad_weight.addmm_(grad_logits.T, part)
+            elif grad_weight is not None:
                 grad_weight += grad_logits.T @ part
         ctx.save_for_backward(grad_rows, None if grad_weight is None else grad_weight.to(weight.dtype))
         return total
