@@ -12,6 +12,7 @@ BENCHES = {
     "hf": "experiments.bench_hf:run",
     "loader": "experiments.bench_loader:run",
     "peers": "experiments.bench_peers:run",
+    "planning": "experiments.bench_planning:run",
 }
 """Name -> `module:function`; it gets the settings written as key=value and returns an Outcome."""
 
