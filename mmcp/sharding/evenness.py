@@ -5,8 +5,8 @@ from functools import cached_property
 
 import numpy as np
 
-from mmcp.sharding.bounds import busiest, whole_groups
 from mmcp.sharding.cost import RowCosts
+from mmcp.sharding.joint import busiest, decoding_beside_encoding, whole_groups
 
 SCALE = 1 << 20
 """An even share of a cost, after scaling."""
@@ -45,8 +45,10 @@ class Evenness:
         decode = STEP_TOLERANCE if leads else TOLERANCE
         memory = TOLERANCE * costs.total_bytes // max(int(costs.bytes.sum()), 1)
         tolerance = np.array([min(encode, TOLERANCE), decode, memory], dtype=np.int64)
-        items = (costs.flops, whole_groups(costs), costs.bytes)
-        least = [busiest(item, int(total), ranks) for item, total in zip(items, self.totals, strict=True)]
+        encode_bytes = (busiest(item, int(item.sum()), ranks) for item in (costs.flops, costs.bytes))
+        decode_ns = busiest(whole_groups(costs), decode_ns, ranks) if leads else decoding_beside_encoding(costs, ranks)
+        least = list(encode_bytes)
+        least.insert(DECODE, decode_ns)
         bounds = self.scale(np.array([least], dtype=np.int64))[0]
         even = np.maximum(SCALE + tolerance, bounds + bounds // BOUND_TOLERANCE)
         if self.unit_cap:
