@@ -1,8 +1,8 @@
 """What no plan can beat: lower bounds from things that cannot be divided.
 
 A unit is encoded whole, the last unit of a group of pictures needs all frames before it, a label row is scored whole, a
-head is computed whole. Each bound is the least that the busiest rank must do of one cost. Costs must be even at the same
-time, so some bounds take for granted that another is: they say so.
+head is computed whole. Each bound is the least that the busiest rank must do of one cost. Costs must be even at the
+same time, so some bounds take for granted that another is: they say so.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,11 @@ import numpy as np
 from mmcp.sequence import KINDS
 from mmcp.sharding.cost import LayerCost, RowCosts
 from mmcp.sharding.joint import (
-    allowed_flops, busiest, decoding_beside_encoding, groups_of_pictures, whole_groups,
+    allowed_flops,
+    busiest,
+    decoding_beside_encoding,
+    groups_of_pictures,
+    whole_groups,
 )  # fmt: skip
 from mmcp.sharding.ranges import even_bounds
 
