@@ -25,17 +25,20 @@ MOST_PAIRS = 1024
 """Pairs of (unit, rank) pairs up to which two units are moved at once."""
 
 
-def assign_units(costs: RowCosts, tokens: tuple[Ranges, ...], starts: np.ndarray, *, unit_cap: int = 0) -> np.ndarray:
+def assign_units(
+    costs: RowCosts, tokens: tuple[Ranges, ...], starts: np.ndarray, *, unit_cap: int = 0, uneven_ns: int = 0
+) -> np.ndarray:
     """Return [u] int64: the rank of each unit, near its tokens where that keeps the work even.
 
     tokens: per rank, the global positions it holds
     starts: [u] int64  first token of each unit
     unit_cap: most resident bytes of the units of one rank; 0: any number
+    uneven_ns: what attention adds to the step over its even share
     """
     holders, ranks = part_of(tokens, starts), len(tokens)
     if ranks == 1 or not costs.num_units:
         return holders
-    evenness = Evenness(costs, ranks, unit_cap)
+    evenness = Evenness(costs, ranks, unit_cap, uneven_ns)
     order = _in_token_order(holders, ranks)
     turns = np.argsort(order)[holders]
     targets = np.cumsum(np.bincount(turns, minlength=ranks))[:-1]

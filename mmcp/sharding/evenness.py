@@ -17,6 +17,10 @@ TOLERANCE = SCALE * 49 // 1000
 """Load above an even share that counts as even: 4.9 percent."""
 STEP_TOLERANCE = SCALE // 80
 """What a cost that counts in the step time may add to it: 1.25 percent."""
+STEP_LIMIT = SCALE // 40
+"""What all stages may add to the step: 2.5 percent; encoding may use what uneven attention leaves of it, ..."""
+LEAST_TOLERANCE = SCALE // 64
+"""... and this part of itself in any case."""
 GRADES, AS_GOOD = 256, 260
 """Step times are told apart in steps of a 256th of the least; up to AS_GOOD of them count as the least."""
 MOST_FRAMES = 108
@@ -33,6 +37,8 @@ class Evenness:
     num_ranks: int
     unit_cap: int = 0
     """Most resident bytes of the units of one rank; 0: any number."""
+    uneven_ns: int = 0
+    """What attention adds to the step over its even share."""
 
     @cached_property
     def even(self) -> np.ndarray:
@@ -41,7 +47,8 @@ class Evenness:
         encode_ns, decode_ns = costs.model.ns(int(costs.flops.sum())), costs.least_decoding[0]
         step_ns = max(costs.model.ns(costs.total_flops), 1)
         leads = decode_ns // costs.model.rates.decoders > step_ns
-        encode = TOLERANCE if leads else STEP_TOLERANCE * step_ns // max(encode_ns, 1)
+        spare = min(STEP_TOLERANCE * step_ns, STEP_LIMIT * step_ns - self.uneven_ns * ranks * SCALE)
+        encode = TOLERANCE if leads else max(spare // max(encode_ns, 1), LEAST_TOLERANCE)
         decode = STEP_TOLERANCE if leads else TOLERANCE
         memory = TOLERANCE * costs.total_bytes // max(int(costs.bytes.sum()), 1)
         tolerance = np.array([min(encode, TOLERANCE), decode, memory], dtype=np.int64)

@@ -16,10 +16,12 @@ from mmcp.sharding.groups import Groups
 from mmcp.sharding.ranges import expand
 
 MOST_MOVES = 512
-GRAIN = 64
-"""Grain of the number of frames, as a share of all, for a share of decoding."""
 """Moves in all, and this for each rank besides:"""
 MOVES_PER_RANK = 16
+GRAIN = 64
+"""Grain of the number of frames, as a share of all, for a share of decoding."""
+FRAMES_WEIGH = 8
+"""What a frame that is decoded again counts for, in rows that are routed, both as shares of all."""
 BLOCKS = (4, 16, 64, 256)
 """Units without a group of pictures that move together: images, windows of sound."""
 LEAST_GAIN = 64
@@ -129,7 +131,7 @@ class Refine:
         gain = gain - self._badness(self.loads[rank] - pieces.relief)[:, None]
         gain = gain - self._badness(self.loads[targets][None] + added)
         more = added[:, :, DECODE] - pieces.relief[:, None, DECODE]
-        more = np.maximum(more, more * pieces.in_frames[:, None] // GRAIN)
+        more = np.maximum(more, FRAMES_WEIGH * more * pieces.in_frames[:, None] // GRAIN)
         price = SCALE // 64 + np.maximum(self._routed(pieces, rank, targets) + more, 0)
         is_worth = gain > self._badness(self.loads[rank]) // LEAST_GAIN
         worth = np.where(is_worth, gain // price + 1, 0)
