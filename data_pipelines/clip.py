@@ -133,7 +133,7 @@ class _Layout:
         """
         parts = self._parts()
         silent = tuple(
-            self.items[i].media for (i, kind), part in parts.items() if kind == "audio" and not part.part.leaves
+            self.items[i].name for (i, kind), part in parts.items() if kind == "audio" and not part.part.leaves
         )
         parts = {key: part for key, part in parts.items() if part.part.leaves}
         chain = Chain([part.part for part in parts.values()])
@@ -161,7 +161,7 @@ class _Layout:
         return sequence, report, silent
 
     def _words(self, key: tuple[int, str], part: MediaPart, cells: list[Cell]) -> str:
-        name = PurePath(self.items[key[0]].media).name
+        name = PurePath(self.items[key[0]].name).name
         return f"{key[1]} of '{name}': {part.words(cells) if cells else 'left out'}"
 
     def _parts(self) -> Parts:
@@ -170,7 +170,7 @@ class _Layout:
         budget = self.config.budget
         for number, item in enumerate(self.items):
             if item.kind == "image":
-                rule, native = _present(self.rules.image, item), self.media[item.media].image
+                rule, native = _present(self.rules.image, item), self.media[item.name].image
                 assert native is not None
                 parts[number, "image"] = image_part(native, rule, budget.settings, view=item.view)
             if item.kind == "video":
@@ -182,7 +182,7 @@ class _Layout:
     def _video(self, item: Item) -> MediaPart:
         rule, clip = _present(self.rules.video, item), self._clip(item)
         if clip.video is None:
-            raise MediaError(item.media, "no video stream")
+            raise MediaError(item.name, "no video stream")
         return video_part(
             clip,
             rule,
@@ -196,7 +196,7 @@ class _Layout:
         """Make the part of a file's sound; empty where a video has none and need not have any."""
         rule, clip = _present(self.rules.audio, item), self._clip(item)
         if clip.audio is None and (item.kind == "audio" or self.config.missing_sound == "refuse"):
-            raise MediaError(item.media, "no audio stream")
+            raise MediaError(item.name, "no audio stream")
         return sound_part(clip, rule, self.config.budget.settings, view=item.view, always=item.kind == "audio")
 
     def _sequence(self, parts: Parts, cells: Mapping[tuple[int, str], list[Cell]]) -> TokenSequence:
@@ -219,10 +219,10 @@ class _Layout:
             if key in parts and cells[key]:
                 units = parts[key].units(cells[key])
                 if kind == "image":
-                    return [Segment(kind=kind, source=item.media, units=units)]
+                    return [Segment(kind=kind, source=item.name, units=units)]
                 stream = getattr(self._clip(item), kind).stream
                 stamped = kind == "video" and bool(self.config.stamps.pattern)
-                tracks.append(Track(kind=kind, source=item.media, stream=stream, units=units, stamped=stamped))
+                tracks.append(Track(kind=kind, source=item.name, stream=stream, units=units, stamped=stamped))
         return interleave(
             tracks,
             stamp=lambda time: self.encode(self.config.stamps.text(time)),
@@ -241,8 +241,8 @@ class _Layout:
         ]
 
     def _clip(self, item: Item) -> ClipIndex:
-        clip = self.media[item.media].clip
-        assert clip is not None, f"{item.kind} '{item.media}' was not indexed"
+        clip = self.media[item.name].clip
+        assert clip is not None, f"{item.kind} '{item.name}' was not indexed"
         return clip
 
 
@@ -263,7 +263,7 @@ def _too_long(words: int, media: int, budget: BudgetConfig) -> str:
 def _present(rule: R | None, item: Item) -> R:
     """Return the rule of an item's encoder, or refuse the item."""
     if rule is None:
-        raise MediaError(item.media, f"is of kind {item.kind}, for which the model has no encoder; add one")
+        raise MediaError(item.name, f"is of kind {item.kind}, for which the model has no encoder; add one")
     return rule
 
 

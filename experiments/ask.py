@@ -6,6 +6,8 @@ Run:     mmcp ask runs/demo "Which color flashed?" --video clip.mp4
 import time
 from pathlib import Path
 
+from rich.text import Text
+
 from data_pipelines.examine import examine
 from data_pipelines.manifest import Item, Sample
 from data_pipelines.media import MediaFile
@@ -30,7 +32,7 @@ def run(run: Path, question: str, *, video: Path, ranks: int | None = None) -> O
     record |= {"video": str(video), "checkpoint": saved.name, "seconds": time.monotonic() - began}
     seen = f"{record['frames']} frames and {record['sound_windows']} windows of sound, {record['tokens']} tokens"
     span = f"{record['start']:.2f} s to {record['end']:.2f} s"
-    return Outcome(record=record, tables=[record["answer"], f"[dim]seen: {span}, {seen}[/dim]"])
+    return Outcome(record=record, tables=[Text(record["answer"]), f"[dim]seen: {span}, {seen}[/dim]"])
 
 
 def ask(settings: RunConfig, saved: Path, question: OneSample) -> dict:

@@ -97,7 +97,7 @@ def why_not(path: Path) -> str:
     if path.package and find_spec(path.package) is None:
         return f"{path.package} is not installed"
     takes_flash = isinstance(path.variant, SoftmaxConfig) and uses_flash_attn(
-        path.mask.with_window(path.variant.window, path.variant.sink), path.dtype
+        path.mask.with_window(path.variant.window, path.variant.sink), path.dtype, HEAD_DIM
     )
     if path.package == "" and takes_flash:
         return "flash-attn takes this mask"

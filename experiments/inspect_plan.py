@@ -38,6 +38,8 @@ class Request:
     ranks: int | None = None
     strategy: str | None = None
     compare: bool = False
+    budget: int | None = None
+    """Tokens the sample may have."""
 
     @property
     def is_run(self) -> bool:
@@ -50,7 +52,8 @@ class Request:
     @property
     def is_stored(self) -> bool:
         """Whether the plan that a run stored answers it."""
-        as_it_was = (self.sample, self.ranks, self.strategy, self.compare) == (None, None, None, False)
+        asked = (self.sample, self.ranks, self.strategy, self.budget)
+        as_it_was = asked == (None, None, None, None) and not self.compare
         files = (Path(self.source) / name for name in ("plan.json", "inspect.json"))
         return self.is_run and as_it_was and all(file.is_file() for file in files)
 
@@ -64,6 +67,7 @@ def run(
     ranks: int | None = None,
     strategy: str | None = None,
     compare: bool = False,
+    budget: int | None = None,
     html: Path | None = None,
     png: Path | None = None,
 ) -> Outcome:
@@ -75,13 +79,15 @@ def run(
     if (source is None) == (workload is None):
         raise ValueError(f"SOURCE is {source} and --workload {workload}; name one of the two")
     if workload is not None:
-        if config or sample is not None:
-            raise ValueError(f"--workload {workload} is drawn, not read: leave out --config and --sample")
+        if config or sample is not None or budget is not None:
+            raise ValueError(f"--workload {workload} is drawn, not read: leave out --config, --sample and --budget")
         for file in filter(None, (html, png)):
             _check_writable(file)
         return inspect_workload.run(workload, ranks=ranks, strategy=strategy, compare=compare, html=html, png=png)
     assert source is not None
-    request = Request(source=source, config=config, sample=sample, ranks=ranks, strategy=strategy, compare=compare)
+    request = Request(
+        source=source, config=config, sample=sample, ranks=ranks, strategy=strategy, compare=compare, budget=budget
+    )
     for file in filter(None, (html, png)):
         _check_writable(file)
     if request.is_run and request.config:
@@ -102,7 +108,8 @@ def run(
 
 def _planned(request: Request) -> tuple[Row, list[View]]:
     """Lay the source out and plan it with one strategy or all."""
-    settings = load(RunConfig, request.config_file, ())
+    overrides = () if request.budget is None else (f"clip.budget.tokens={request.budget}",)
+    settings = load(RunConfig, request.config_file, overrides)
     mesh = mesh_for(settings, settings.mesh.cp if request.ranks is None else request.ranks)
     find = run_row if request.is_run else find_row
     row = find(request.source, settings, sample=request.sample)

@@ -94,7 +94,7 @@ def _manifest_sample(manifest: Path, number: int) -> OneSample:
     if isinstance(checked, RowError):
         raise checked
     sample, media = checked
-    return OneSample(sample, {item.file.path: item for item in media})
+    return OneSample(sample, {str(item.file): item for item in media})
 
 
 def _clip_sample(path: Path) -> OneSample:

@@ -185,6 +185,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
         help="YAML file of a model and its token budget (default: the run's, else long_clips.yaml)",
     )
     parser.add_argument("--sample", type=int, metavar="N", help="which sample of SOURCE, from 0")
+    parser.add_argument("--budget", type=int, metavar="N", help="tokens it may have (default: the config's)")
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="context-parallel ranks to plan for (default: the config's)"
     )

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mmcp.attention.tiles import Tiling
+from mmcp.attention.pairs import Pairs
 from mmcp.masks import Mask
 from mmcp.registry import Registry
 from mmcp.sharding.plan import ShardPlan
@@ -126,6 +126,9 @@ class Attention(nn.Module, ABC):
     def check(self, mask: Mask) -> None:
         """Raise ValueError for a mask that this variant would ignore; by default none."""
 
+    def check_type(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Raise ValueError for a type of inputs that this variant cannot compute in on a device; by default none."""
+
     @abstractmethod
     def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
         """Attend.
@@ -147,10 +150,10 @@ class SoftmaxAttention(Attention):
         """Narrow the row's mask to what this variant lets a query read."""
 
     @abstractmethod
-    def partial(self, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, heads: HeadShare) -> tuple[Tensor, Tensor]:
+    def partial(self, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, heads: HeadShare) -> tuple[Tensor, Tensor]:
         """Attend to the keys that are here, outside autograd.
 
-        q: [sq, h, d]  k, v: [sk, k, d]   any tokens of the row, of the heads present; tiles count their rows
+        q: [sq, h, d]  k, v: [sk, k, d]   any tokens of the row, of the heads present; pairs count their rows
         returns out [sq, h, d], in the inputs' type or wider, and lse [sq, h], in float32 or wider; 0 and -inf where a
         query reads no key here
         """
@@ -164,7 +167,7 @@ class SoftmaxAttention(Attention):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        tiling: Tiling,
+        pairs: Pairs,
         heads: HeadShare,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the share of these keys in the gradients of q, k and v, in the inputs' type or wider.

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mmcp.attention.base import ATTENTION, HeadShare, RowInfo, SoftmaxAttention, Variant, check_chunks, qkv_tensors
 from mmcp.attention.flash_cpu import head_runs, partial_attention, partial_attention_backward, tiled_attention
-from mmcp.attention.gpu import gpu_attention
-from mmcp.attention.tiles import Tiling, tile
+from mmcp.attention.gpu import check_type, gpu_attention, gpu_partial, gpu_partial_backward
+from mmcp.attention.pairs import Pairs
+from mmcp.attention.tiles import tile
 from mmcp.config import config
 from mmcp.masks import Mask
 
@@ -63,6 +64,11 @@ class Softmax(SoftmaxAttention):
         self.tensors = qkv_tensors(head_dim)
         self.out_dim = head_dim
 
+    def check_type(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Raise ValueError for float64 on a GPU."""
+        if device.type == "cuda":
+            check_type(dtype)
+
     def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:
         """q: [s, h, d]  k, v: [s, k, d]  ->  [s, h, d]."""
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
@@ -77,9 +83,11 @@ class Softmax(SoftmaxAttention):
         """Narrow the row's mask by the window."""
         return mask.with_window(self.window, self.sink)
 
-    def partial(self, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, heads: HeadShare) -> tuple[Tensor, Tensor]:
+    def partial(self, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, heads: HeadShare) -> tuple[Tensor, Tensor]:
         """q: [sq, h, d]  k, v: [sk, k, d]  ->  out [sq, h, d], lse [sq, h]."""
-        return partial_attention(q, k, v, tiling, head_runs(heads.kv_of_query))
+        if q.is_cuda:
+            return gpu_partial(q, k, v, pairs, heads.kv_of_query)
+        return partial_attention(q, k, v, pairs.tiling, head_runs(heads.kv_of_query))
 
     def partial_backward(
         self,
@@ -89,11 +97,13 @@ class Softmax(SoftmaxAttention):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        tiling: Tiling,
+        pairs: Pairs,
         heads: HeadShare,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """grad, q, out: [sq, h, d]  k, v: [sk, k, d]  lse: [sq, h]  ->  gradients of q, k and v."""
-        return partial_attention_backward(grad, q, k, v, out, lse, tiling, head_runs(heads.kv_of_query))
+        if q.is_cuda:
+            return gpu_partial_backward(grad, q, k, v, out, lse, pairs, heads.kv_of_query)
+        return partial_attention_backward(grad, q, k, v, out, lse, pairs.tiling, head_runs(heads.kv_of_query))
 
     def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
         """Run `reference` under this layer's window."""

@@ -67,7 +67,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [s/cp, e] -> [s/cp, e]."""
         maps = self.gate, self.up, self.down
-        if any(type(each) is not nn.Linear for each in maps):  # an adapter stands in its place
+        if any(type(each) is not nn.Linear or each.bias is not None for each in maps):  # adapters, biases
             return self.down(F.silu(self.gate(x)) * self.up(x))
         return gated_product(x, *(each.weight for each in maps))
 

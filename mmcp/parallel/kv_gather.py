@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mmcp.attention.base import HeadShare, RowInfo, SoftmaxAttention
-from mmcp.attention.tiles import Tiling, tile
-from mmcp.masks import Mask, join, renumber, restrict
+from mmcp.attention.pairs import Pairs
+from mmcp.masks import Mask
 from mmcp.parallel.collectives import Group, exchange
 from mmcp.parallel.gather import gather_rows
 from mmcp.sharding.plan import ShardPlan
@@ -29,7 +29,7 @@ class Gathering:
     """Per ring rank: its tokens."""
     order: Tensor | None
     """[s] int64: global position of each token on arrival; None when that is the order of the sequence."""
-    tiling: Tiling
+    pairs: Pairs
     """Pairs of this rank's queries and all keys of the row."""
 
 
@@ -41,7 +41,7 @@ def gathering_of(plan: ShardPlan, mask: Mask, ring_index: int, device: torch.dev
     return Gathering(
         lengths=tuple(size(tokens) for tokens in plan.group_tokens),
         order=None if in_order else torch.from_numpy(order).to(device),
-        tiling=tile(join(renumber(restrict(mask.slices, queries, keys), queries, keys))),
+        pairs=Pairs(mask, queries, keys),
     )
 
 
@@ -67,7 +67,7 @@ class _Gathered(torch.autograd.Function):
     ) -> Tensor:
         ctx.settings = core, heads, group, plan
         keys, values = _gather(k, v, plan, group, backward=False)
-        out, lse = core.partial(q, keys, values, plan.tiling, heads)
+        out, lse = core.partial(q, keys, values, plan.pairs, heads)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -77,7 +77,7 @@ class _Gathered(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         core, heads, group, plan = ctx.settings
         keys, values = _gather(k, v, plan, group, backward=True)
-        grad_q, *grad_kv = core.partial_backward(grad, q, keys, values, out, lse, plan.tiling, heads)
+        grad_q, *grad_kv = core.partial_backward(grad, q, keys, values, out, lse, plan.pairs, heads)
         parts = torch.stack([part.to(lse.dtype) for part in grad_kv], dim=1)  # [s, 2, k, d]
         parts = parts if plan.order is None else parts.index_select(0, plan.order)
         n = plan.lengths[group.index]

@@ -109,7 +109,18 @@ def build_mesh(mesh_config: MeshConfig, *, device: torch.device = CPU, timeout: 
     groups = {
         name: _group(name, _lines(mesh_config.shape, axes), rank, recorders, timeout) for name, axes in members.items()
     }
+    connect(groups["ring"], device)
     return Mesh(config=mesh_config, rank=rank, device=device, **groups)
+
+
+def connect(group: Group, device: torch.device) -> None:
+    """Join the ranks of `group` before they talk point to point; every one of them must call it.
+
+    NCCL joins the ranks of a group at its first exchange and waits for all of them, but of the ranks of a ring only
+    those that read keys of one another may have something to exchange.
+    """
+    if group.size > 1 and device.type != "cpu":
+        dist.all_reduce(torch.zeros(1, device=device), group=group.handle)
 
 
 def device_type_for(dtype: torch.dtype) -> str:

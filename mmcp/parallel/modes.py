@@ -39,7 +39,6 @@ from mmcp.parallel.state_scan import scanned_states
 from mmcp.registry import Registry
 
 MODES = Registry("attention mode")
-CPU, ANY_DEVICE = torch.device("cpu"), ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -51,23 +50,17 @@ class Mode:
     """Variants that it can carry."""
     needs: str
     """What it needs of a variant, for the error."""
-    devices: tuple[str, ...]
-    """Types of device that it runs on."""
     is_flat: bool
     """Whether all ranks of the row are one group."""
     attend: Callable[[Any, dict[str, Tensor], RowInfo, HeadShare, Group], Tensor]
     """(core, inputs, info, heads, ring group) -> output: attention of a group's tokens to the whole row."""
 
-    def check(self, core: Attention, device: torch.device = CPU) -> None:
-        """Raise ValueError when this mode cannot carry `core`, or not on this device."""
+    def check(self, core: Attention) -> None:
+        """Raise ValueError when this mode cannot carry `core`."""
         if not isinstance(core, self.carries):
             possible = ", ".join(f"'{mode.name}'" for mode in MODES.values() if isinstance(core, mode.carries))
             raise ValueError(
                 f"mode '{self.name}' needs {self.needs}, which {type(core).__name__} is not; use one of {possible}"
-            )
-        if device.type not in self.devices:
-            raise ValueError(
-                f"mode '{self.name}' runs on {', '.join(self.devices)} only, not on {device.type}; use mode 'ulysses'"
             )
 
     def groups(self, heads: int, kv_heads: int, chunks: int, *, ring: int, ulysses: int) -> tuple[HeadGroup, ...]:
@@ -78,7 +71,7 @@ class Mode:
         return head_groups(split_heads(heads, kv_heads, ring * ulysses if self.is_flat else ulysses), chunks)
 
 
-def check_layer(variant: Variant, shape: HeadShape, *, ring: int, ulysses: int, device: torch.device = CPU) -> None:
+def check_layer(variant: Variant, shape: HeadShape, *, ring: int, ulysses: int) -> None:
     """Raise ValueError when a layer cannot work over ring x ulysses ranks; what a layer does when it is wrapped.
 
     shape: all heads of the layer
@@ -86,7 +79,7 @@ def check_layer(variant: Variant, shape: HeadShape, *, ring: int, ulysses: int, 
     with torch.device("meta"):
         core = variant.build(heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
     mode = MODES[variant.mode]
-    mode.check(core, device)
+    mode.check(core)
     mode.groups(shape.heads, shape.kv_heads, variant.chunks, ring=ring, ulysses=ulysses)
 
 
@@ -95,12 +88,12 @@ def _attend_whole(core: Attention, inputs: dict[str, Tensor], info: RowInfo, hea
 
 
 _MERGES, _HANDS_ON = "answers that merge by log-sum-exp", "a state that runs of tokens hand on"
-MODES.register("ulysses")(Mode("ulysses", Attention, "any variant", ANY_DEVICE, True, _attend_whole))
-MODES.register("ring")(Mode("ring", SoftmaxAttention, _MERGES, ("cpu",), False, ring_attention))
-MODES.register("allgather")(Mode("allgather", SoftmaxAttention, _MERGES, ("cpu",), False, gathered_attention))
+MODES.register("ulysses")(Mode("ulysses", Attention, "any variant", True, _attend_whole))
+MODES.register("ring")(Mode("ring", SoftmaxAttention, _MERGES, False, ring_attention))
+MODES.register("allgather")(Mode("allgather", SoftmaxAttention, _MERGES, False, gathered_attention))
 MODES.register("state")(
-    Mode("state", RecurrentAttention, _HANDS_ON, ANY_DEVICE, False, partial(state_attention, exchange=gathered_states))
+    Mode("state", RecurrentAttention, _HANDS_ON, False, partial(state_attention, exchange=gathered_states))
 )
 MODES.register("scan")(
-    Mode("scan", RecurrentAttention, _HANDS_ON, ANY_DEVICE, False, partial(state_attention, exchange=scanned_states))
+    Mode("scan", RecurrentAttention, _HANDS_ON, False, partial(state_attention, exchange=scanned_states))
 )

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from mmcp.attention.base import HeadShare, RowInfo, SoftmaxAttention
 from mmcp.attention.flash_cpu import merge_
-from mmcp.attention.tiles import Tiling, tile
-from mmcp.masks import Mask, join, keys_of, renumber, restrict
+from mmcp.attention.pairs import Pairs
+from mmcp.masks import Mask, keys_of, restrict
 from mmcp.parallel.collectives import Flight, Group, start_swap
 from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.ranges import Ranges, size
@@ -43,19 +43,19 @@ class Hop:
     """Which of this rank's tokens, counted from 0, the target reads."""
     num_received: int
     """How many of the source's tokens are read here."""
-    tiling: Tiling
+    pairs: Pairs
     """Pairs of this rank's queries and the keys received."""
 
 
 def hops_of(plan: ShardPlan, mask: Mask, ring_index: int) -> tuple[Hop, ...]:
     """Plan the hops of one ring rank: hop 0 reads its own keys, all of them; nothing of it is sent."""
     here = plan.group_tokens[ring_index]
-    hops = [Hop(ring_index, ring_index, (), size(here), _tiling(mask, here, here))]
+    hops = [Hop(ring_index, ring_index, (), size(here), Pairs(mask, here, here))]
     for step in range(1, plan.ring):
         source, target = (ring_index - step) % plan.ring, (ring_index + step) % plan.ring
         received = keys_read(plan, mask, ring_index, source)
         sent = _places(keys_read(plan, mask, target, ring_index), here)
-        hops.append(Hop(source, target, sent, size(received), _tiling(mask, here, received)))
+        hops.append(Hop(source, target, sent, size(received), Pairs(mask, here, received)))
     return tuple(hops)
 
 
@@ -84,12 +84,12 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         ctx.settings = core, heads, group, hops
         visits = _Visits(torch.stack([k, v], dim=1), hops, group, backward=False)
-        out, lse = core.partial(q, k, v, hops[0].tiling, heads)
+        out, lse = core.partial(q, k, v, hops[0].pairs, heads)
         out = out.to(lse.dtype)
         for step in range(1, len(hops)):
             keys, values = visits.arrive(step)
-            if hops[step].tiling.tiles:
-                merge_(out, lse, *core.partial(q, keys, values, hops[step].tiling, heads))
+            if not hops[step].pairs.is_empty:
+                merge_(out, lse, *core.partial(q, keys, values, hops[step].pairs, heads))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -99,12 +99,12 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         core, heads, group, hops = ctx.settings
         visits = _Visits(torch.stack([k, v], dim=1), hops, group, backward=True)
-        parts = core.partial_backward(grad, q, k, v, out, lse, hops[0].tiling, heads)
+        parts = core.partial_backward(grad, q, k, v, out, lse, hops[0].pairs, heads)
         grad_q = parts[0].to(lse.dtype)
         returns = _Returns(torch.stack(parts[1:], dim=1).to(lse.dtype), hops, group)
         for step in range(1, len(hops)):
             keys, values = visits.arrive(step)
-            parts = core.partial_backward(grad, q, keys, values, out, lse, hops[step].tiling, heads)
+            parts = core.partial_backward(grad, q, keys, values, out, lse, hops[step].pairs, heads)
             grad_q += parts[0]
             returns.leave(step, torch.stack(parts[1:], dim=1).to(lse.dtype))
         grad_k, grad_v = returns.finish().unbind(1)
@@ -163,10 +163,6 @@ class _Returns:
         for start, stop in self.rows:
             self.total[start:stop] += self.buffer[before : before + stop - start]
             before += stop - start
-
-
-def _tiling(mask: Mask, queries: Ranges, keys: Ranges) -> Tiling:
-    return tile(join(renumber(restrict(mask.slices, queries, keys), queries, keys)))
 
 
 def _places(positions: Ranges, held: Ranges) -> Ranges:

@@ -42,7 +42,7 @@ class Ulysses(nn.Module):
         self.core, self.mesh = core, mesh
         self.heads = {"query": num_heads, "kv": num_kv_heads}
         self.mode = MODES[mode]
-        self.mode.check(core, mesh.device)
+        self.mode.check(core)
         self.group = mesh.cp if self.mode.is_flat else mesh.ulysses
         self.share = split_heads(num_heads, num_kv_heads, self.group.size)[self.group.index]
         self.groups = self.mode.groups(num_heads, num_kv_heads, chunks, ring=mesh.ring.size, ulysses=mesh.ulysses.size)
@@ -52,7 +52,7 @@ class Ulysses(nn.Module):
 
         inputs: one [s/cp, heads, dim] for each of the core's tensors, this rank's tokens in sequence order
         returns [s/cp, h, out_dim]
-        Raises ValueError when the inputs are of different types or the core would ignore the row's mask.
+        Raises ValueError for inputs of different types, or of a type or under a mask that the core cannot compute.
         """
         tensors = [inputs[tensor.name] for tensor in self.core.tensors]
         self._check(tensors, info)
@@ -104,6 +104,7 @@ class Ulysses(nn.Module):
         for tensor, value in zip(self.core.tensors, tensors, strict=True):
             expected = (plan.lengths[info.rank], self.heads[tensor.heads], tensor.dim)
             assert value.shape == expected, f"{tensor.name} is {tuple(value.shape)}, expected {expected}"
+        self.core.check_type(tensors[0].dtype, tensors[0].device)
         if len({value.dtype for value in tensors}) > 1:
             types = ", ".join(f"{t.name} {v.dtype}" for t, v in zip(self.core.tensors, tensors, strict=True))
             raise ValueError(f"tensors of different types cannot travel in one message: {types}; cast them to one type")

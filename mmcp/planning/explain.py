@@ -3,13 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
-from mmcp.parallel.modes import MODES
 from mmcp.planning.choose import Choice, Job, Prediction, Setting, choose
 from mmcp.planning.memory import TILE, MemoryPolicy
 
-CUDA = torch.device("cuda")
 MOST_DEVICES = 1 << 16
 
 
@@ -42,9 +38,6 @@ def assumptions(job: Job, setting: Setting) -> list[Assumption]:
 def missing(job: Job, setting: Setting) -> Iterator[str]:
     """Say what of a setting `mmcp train` does not offer yet."""
     policy, architecture = setting.policy, job.architecture
-    for mode in dict.fromkeys(variant.mode for variant in setting.pattern):
-        if job.device.name != "CPU" and setting.mesh.ring > 1 and CUDA.type not in MODES[mode].devices:
-            yield f"mode '{mode}' on a GPU"
     if policy.offload_optimizer:
         yield "parameters, gradients and moments on the host"
     if policy.offload_activations:

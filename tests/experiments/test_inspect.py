@@ -78,6 +78,13 @@ def test_however_a_sample_is_named_its_plan_is_the_same(capsys, sources):
     assert len(set(digests.values())) == 1, digests
 
 
+def test_another_budget_may_be_tried(capsys, sources):
+    full = inspect(capsys, *sources["clip"])["tokens"]
+    few = inspect(capsys, *sources["clip"], "--budget", full - 20)["tokens"]
+    assert full - 40 < few <= full - 20
+    assert inspect(capsys, *sources["clip"], "--budget", full)["tokens"] == full
+
+
 def test_all_strategies_are_compared(capsys, sources):
     records = inspect(capsys, *sources["shards"], "--ranks", 4, "--compare")
     assert [record["strategy"] for record in records] == sorted(STRATEGIES)
