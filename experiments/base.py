@@ -320,4 +320,5 @@ class Planner:
         return plan_step(rows, groups=self.mesh.data, plan_row=self.row, cost=self._cost)
 
     def _cost(self, row: TokenSequence) -> int:
-        return row_costs(row, self.costs).total_flops
+        """Nanoseconds of a step of the row on a group, decoding beside the compute stages, all even."""
+        return row_costs(row, self.costs).least_step_ns(self.mesh.cp)

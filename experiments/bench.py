@@ -15,6 +15,7 @@ BENCHES = {
     "hf_text": "experiments.bench_hf_text:run",
     "loader": "experiments.bench_loader:run",
     "peers": "experiments.bench_peers:run",
+    "planning": "experiments.bench_planning:run",
     "sharding": "experiments.bench_sharding:run",
 }
 """Name -> `module:function`; it gets the settings written as key=value and returns an Outcome."""

@@ -5,14 +5,15 @@ row once) divided by the ranks, never the plan's own mean: doing things twice ne
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from mmcp.sequence import KINDS, TokenSequence
+from mmcp.sharding.attention_work import attention_work
 from mmcp.sharding.cost import RowCosts
-from mmcp.sharding.pairs import slowest_hops
 from mmcp.sharding.plan import ShardPlan
-from mmcp.sharding.ranges import even_bounds, flat, overlapping, pieces, size
+from mmcp.sharding.ranges import flat, overlapping, pieces, size
 
 COSTS = ("decode", "encode", "linear", "attention", "labels", "memory")
 
@@ -46,7 +47,7 @@ class Balance:
     least_step_ns: int
     """The same with every stage at its least mean."""
 
-    @property
+    @cached_property
     def routed_rows(self) -> list[int]:
         """Per rank: embedding rows that leave it."""
         return [sum(row) - row[rank] for rank, row in enumerate(self.routed)]
@@ -65,7 +66,7 @@ def balance(sequence: TokenSequence, plan: ShardPlan, costs: RowCosts) -> Balanc
     encoder_flops = _sum_by(encoders, costs.flops[encode_units], ranks)
     labels = [size(part) for part in plan.scored]
     resident = costs.resident(plan.decode, plan.lengths, labels).tolist()
-    attention, attention_ns, slowest_attention_ns = _attention(plan, costs)
+    attention, attention_ns, slowest_attention_ns = attention_work(costs, plan.group_tokens, plan.ulysses)
     linear = [tokens * model.linear_flops for tokens in plan.lengths]
     work = {
         "decode": (decode_ns.tolist(), costs.least_decoding[0]),
@@ -123,24 +124,6 @@ def inspect_record(plan: ShardPlan, result: Balance, *, plan_ms: float) -> dict:
         "plan_ms": plan_ms,
         "digest": plan.digest,
     }
-
-
-def _attention(plan: ShardPlan, costs: RowCosts) -> tuple[list[int], list[int], int]:
-    """Return FLOPs and nanoseconds of each rank, and the nanoseconds that all take, ring stages hop by hop."""
-    flops, own_ns, nanoseconds = [0] * plan.ranks, [0] * plan.ranks, 0
-    held = [size(group) for group in plan.group_tokens]
-    for layer, pairs in zip(costs.model.layers, costs.group_pairs(plan.group_tokens), strict=True):
-        is_flat = layer.mode == "ulysses"
-        heads = np.diff(even_bounds(layer.heads, plan.ranks if is_flat else plan.ulysses)).tolist()
-        by_group = list(zip(pairs.sum(axis=1).tolist(), held, strict=True))
-        groups = [(int(pairs.sum()), plan.num_tokens)] if is_flat else by_group
-        each = [layer.flops(share, *group) for group in groups for share in heads]
-        hops = slowest_hops(pairs) if layer.mode == "ring" else 0
-        slowest = layer.flops(max(heads), hops, max(held)) if layer.mode == "ring" else max(each)
-        flops = [before + more for before, more in zip(flops, each, strict=True)]
-        own_ns = [before + costs.model.ns(more, layer.stage) for before, more in zip(own_ns, each, strict=True)]
-        nanoseconds += costs.model.ns(slowest, layer.stage)
-    return flops, own_ns, nanoseconds
 
 
 def _tokens_by_modality(sequence: TokenSequence, plan: ShardPlan) -> list[dict[str, int]]:

@@ -5,8 +5,8 @@ from functools import cached_property
 
 import numpy as np
 
-from mmcp.sharding.bounds import busiest, whole_groups
 from mmcp.sharding.cost import RowCosts
+from mmcp.sharding.joint import busiest, decoding_beside_encoding, whole_groups
 
 SCALE = 1 << 20
 """An even share of a cost, after scaling."""
@@ -17,6 +17,10 @@ TOLERANCE = SCALE * 49 // 1000
 """Load above an even share that counts as even: 4.9 percent."""
 STEP_TOLERANCE = SCALE // 80
 """What a cost that counts in the step time may add to it: 1.25 percent."""
+STEP_LIMIT = SCALE // 40
+"""What all stages may add to the step: 2.5 percent; encoding may use what uneven attention leaves of it, ..."""
+LEAST_TOLERANCE = SCALE // 64
+"""... and this part of itself in any case."""
 GRADES, AS_GOOD = 256, 260
 """Step times are told apart in steps of a 256th of the least; up to AS_GOOD of them count as the least."""
 MOST_FRAMES = 108
@@ -33,6 +37,8 @@ class Evenness:
     num_ranks: int
     unit_cap: int = 0
     """Most resident bytes of the units of one rank; 0: any number."""
+    uneven_ns: int = 0
+    """What attention adds to the step over its even share."""
 
     @cached_property
     def even(self) -> np.ndarray:
@@ -41,8 +47,12 @@ class Evenness:
         encode, decode = self._step_tolerances()
         memory = TOLERANCE * costs.total_bytes // max(int(costs.bytes.sum()), 1)
         tolerance = np.array([encode, decode, memory], dtype=np.int64)
-        items = (costs.flops, whole_groups(costs), costs.bytes)
-        least = [busiest(item, int(total), ranks) for item, total in zip(items, self.totals, strict=True)]
+        encode_least, memory_least = (busiest(item, int(item.sum()), ranks) for item in (costs.flops, costs.bytes))
+        if self._is_led_by_decoding or not costs.model.rates.decoders:
+            decode_least = busiest(whole_groups(costs), costs.least_decoding[0], ranks)
+        else:
+            decode_least = decoding_beside_encoding(costs, ranks)
+        least = [encode_least, decode_least, memory_least]
         bounds = self.scale(np.array([least], dtype=np.int64))[0]
         even = np.maximum(SCALE + tolerance, bounds + bounds // BOUND_TOLERANCE)
         if self.unit_cap:
@@ -102,13 +112,21 @@ class Evenness:
     def _step_tolerances(self) -> tuple[int, int]:
         """Load of encoding and of decoding above an even share that counts as even, by what it adds to a step."""
         costs, rates = self.costs, self.costs.model.rates
+        if self._is_led_by_decoding:
+            return TOLERANCE, STEP_TOLERANCE
         encode_ns, decode_ns = costs.model.ns(int(costs.flops.sum()), "encode"), costs.least_decoding[0]
-        allowed = STEP_TOLERANCE * rates.step_ns(decode_ns, costs.compute_ns)
-        encode, decode = (min(max(allowed, 1) // max(each, 1), TOLERANCE) for each in (encode_ns, decode_ns))
-        if not rates.decoders:
-            return encode, decode
-        is_led_by_decoding = decode_ns // rates.decoders > costs.compute_ns
-        return (TOLERANCE, STEP_TOLERANCE) if is_led_by_decoding else (encode, TOLERANCE)
+        step_ns = max(rates.step_ns(decode_ns, costs.compute_ns), 1)
+        spare = min(STEP_TOLERANCE * step_ns, STEP_LIMIT * step_ns - self.uneven_ns * self.num_ranks * SCALE)
+        encode, decode = (
+            min(max(spare // max(each, 1), LEAST_TOLERANCE), TOLERANCE) for each in (encode_ns, decode_ns)
+        )
+        return encode, TOLERANCE if rates.decoders else decode
+
+    @property
+    def _is_led_by_decoding(self) -> bool:
+        """Whether decoding beside the compute stages takes longer than they do."""
+        decoders = self.costs.model.rates.decoders
+        return bool(decoders) and self.costs.least_decoding[0] // decoders > self.costs.compute_ns
 
     @cached_property
     def _least_step_ns(self) -> int:
