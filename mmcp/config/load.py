@@ -44,7 +44,11 @@ def build(cls: type[T], source: Source, overrides: Sequence[str] = (), file: str
     errors: list[ErrorDetails] = []
     adapter = pydantic.TypeAdapter(cls)
     try:
-        made = adapter.validate_json(json.dumps(_fill(source.values, cls), allow_nan=False))
+        filled = _fill(source.values, cls)
+    except ValueError as error:
+        raise ConfigError(file, [*refused, str(error)]) from None
+    try:
+        made = adapter.validate_json(json.dumps(filled, allow_nan=False))
     except pydantic.ValidationError as error:
         errors = error.errors()
     problems = explain(cls, source, errors) + refused
@@ -95,11 +99,17 @@ def _read(file: Path) -> str:
 
 
 def _fill(given: dict[str, Any], cls: type) -> dict[str, Any]:
-    """Complete the sections that are given in part with the values of their default config, not of their class."""
+    """Complete the sections that are given in part with the values of their default config, not of their class.
+
+    A class may say by `defaults_for(given)` that other values decide its defaults: a model folder, for instance.
+    """
+    own = cls.defaults_for(given) if hasattr(cls, "defaults_for") else {}
     filled = dict(given)
     for name, annotation in field_types(cls).items():
         if isinstance(given.get(name), dict):
-            filled[name] = _fill_section(given[name], annotation, _default(cls, name))
+            filled[name] = _fill_section(given[name], annotation, own.get(name, _default(cls, name)))
+        elif name in own and name not in given:
+            filled[name] = as_values(own[name]) if is_config(own[name]) else own[name]
     return filled
 
 

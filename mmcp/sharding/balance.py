@@ -30,6 +30,8 @@ class Balance:
     encoder_flops: list[int]
     linear_flops: list[int]
     attention_flops: list[int]
+    attention_ns: list[int]
+    """Of attention, without waiting for other ranks."""
     label_rows: list[int]
     routed: list[list[int]]
     """[ranks][ranks]: embedding rows that rank i encodes and rank j holds."""
@@ -38,6 +40,8 @@ class Balance:
     """Token ranges."""
     imbalance: dict[str, float]
     """Per entry of COSTS: slowest rank / (least total / ranks); 1.0 when there is no such work."""
+    compute_ns: int
+    """Of the compute stages, each waiting for its slowest rank."""
     step_ns: int
     """Step time of the plan: decoding of the next batch beside the compute stages, each waiting for its slowest."""
     least_step_ns: int
@@ -62,7 +66,7 @@ def balance(sequence: TokenSequence, plan: ShardPlan, costs: RowCosts) -> Balanc
     encoder_flops = _sum_by(encoders, costs.flops[encode_units], ranks)
     labels = [size(part) for part in plan.scored]
     resident = costs.resident(plan.decode, plan.lengths, labels).tolist()
-    attention, attention_ns = attention_work(costs, plan.group_tokens, plan.ulysses)
+    attention, attention_ns, slowest_attention_ns = attention_work(costs, plan.group_tokens, plan.ulysses)
     linear = [tokens * model.linear_flops for tokens in plan.lengths]
     work = {
         "decode": (decode_ns.tolist(), costs.least_decoding[0]),
@@ -72,8 +76,8 @@ def balance(sequence: TokenSequence, plan: ShardPlan, costs: RowCosts) -> Balanc
         "labels": (labels, costs.num_labels),
         "memory": (resident, costs.total_bytes),
     }
-    stages = sum(model.ns(max(work[name][0])) for name in ("encode", "linear"))
-    stages += model.ns(max(labels) * model.label_flops) + attention_ns
+    stages = sum(model.ns(max(work[name][0]), name) for name in ("encode", "linear"))
+    stages += model.ns(max(labels) * model.label_flops, "loss") + slowest_attention_ns
     return Balance(
         by_modality=_tokens_by_modality(sequence, plan),
         decode_ns=decode_ns.tolist(),
@@ -81,12 +85,14 @@ def balance(sequence: TokenSequence, plan: ShardPlan, costs: RowCosts) -> Balanc
         encoder_flops=encoder_flops.tolist(),
         linear_flops=linear,
         attention_flops=attention,
+        attention_ns=attention_ns,
         label_rows=labels,
         routed=_routed(plan, encode_units, encoders),
         bytes=resident,
         fragments=[len(part) for part in plan.tokens],
         imbalance={name: _ratio(max(each), least, ranks) for name, (each, least) in work.items()},
-        step_ns=max(int(decode_ns.max()) // model.rates.decoders, stages),
+        compute_ns=stages,
+        step_ns=model.rates.step_ns(int(decode_ns.max()), stages),
         least_step_ns=costs.least_step_ns(ranks),
     )
 

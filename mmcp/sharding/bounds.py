@@ -57,9 +57,9 @@ def lower_bounds(costs: RowCosts, mesh: tuple[int, int]) -> Bounds:
         "memory": (_bytes(costs, ranks), costs.total_bytes),
     }
     decode, encode, linear, attention, labels, memory = (bound for bound, _ in least.values())
-    stages = model.ns(encode) + model.ns(linear) + model.ns(labels * model.label_flops) + _attention_ns(costs, mesh)
+    stages = model.ns(encode, "encode") + model.ns(linear, "linear") + model.ns(labels * model.label_flops, "loss")
     alone = busiest(whole_groups(costs), costs.least_decoding[0], ranks)
-    step_ns = max(alone // model.rates.decoders, stages)
+    step_ns = model.rates.step_ns(alone, stages + _attention_ns(costs, mesh))
     return Bounds(
         decode_ns=decode,
         encoder_flops=encode,
@@ -119,7 +119,9 @@ def _attention_flops(costs: RowCosts, mesh: tuple[int, int]) -> int:
 def _attention_ns(costs: RowCosts, mesh: tuple[int, int]) -> int:
     """Bound the time of all attention layers, each of which waits for its slowest rank."""
     layers = zip(costs.model.layers, costs.pairs, strict=True)
-    return sum(costs.model.ns(_slowest_flops(layer, pairs, costs.num_tokens, mesh)) for layer, pairs in layers)
+    return sum(
+        costs.model.ns(_slowest_flops(layer, pairs, costs.num_tokens, mesh), layer.stage) for layer, pairs in layers
+    )
 
 
 def _slowest_flops(layer: LayerCost, pairs: int, num_tokens: int, mesh: tuple[int, int]) -> int:

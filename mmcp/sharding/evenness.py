@@ -44,18 +44,11 @@ class Evenness:
     def even(self) -> np.ndarray:
         """[3] int64: loads of encoding, decoding and memory up to which a rank counts as even."""
         costs, ranks = self.costs, self.num_ranks
-        encode_ns, decode_ns = costs.model.ns(int(costs.flops.sum())), costs.least_decoding[0]
-        step_ns = max(costs.model.ns(costs.total_flops), 1)
-        leads = decode_ns // costs.model.rates.decoders > step_ns
-        spare = min(STEP_TOLERANCE * step_ns, STEP_LIMIT * step_ns - self.uneven_ns * ranks * SCALE)
-        encode = TOLERANCE if leads else max(spare // max(encode_ns, 1), LEAST_TOLERANCE)
-        decode = STEP_TOLERANCE if leads else TOLERANCE
+        encode, decode = self._step_tolerances()
         memory = TOLERANCE * costs.total_bytes // max(int(costs.bytes.sum()), 1)
-        tolerance = np.array([min(encode, TOLERANCE), decode, memory], dtype=np.int64)
-        encode_bytes = (busiest(item, int(item.sum()), ranks) for item in (costs.flops, costs.bytes))
-        decode_ns = busiest(whole_groups(costs), decode_ns, ranks) if leads else decoding_beside_encoding(costs, ranks)
-        least = list(encode_bytes)
-        least.insert(DECODE, decode_ns)
+        tolerance = np.array([encode, decode, memory], dtype=np.int64)
+        encode_flops, most_bytes = (busiest(item, int(item.sum()), ranks) for item in (costs.flops, costs.bytes))
+        least = [encode_flops, self._least_busiest_decoding(), most_bytes]
         bounds = self.scale(np.array([least], dtype=np.int64))[0]
         even = np.maximum(SCALE + tolerance, bounds + bounds // BOUND_TOLERANCE)
         if self.unit_cap:
@@ -109,8 +102,32 @@ class Evenness:
         encode, decode, _ = (
             load * total // (ranks * SCALE) for load, total in zip(most.tolist(), self.totals.tolist(), strict=True)
         )
-        rest = (self.costs.total_flops - int(self.costs.flops.sum())) // ranks
-        return max(decode // model.rates.decoders, model.ns(encode + rest))
+        rest = (self.costs.compute_ns - model.ns(int(self.costs.flops.sum()), "encode")) // ranks
+        return model.rates.step_ns(decode, model.ns(encode, "encode") + rest)
+
+    def _step_tolerances(self) -> tuple[int, int]:
+        """Load of encoding and of decoding above an even share that counts as even, by what it adds to a step."""
+        costs, rates = self.costs, self.costs.model.rates
+        encode_ns, decode_ns = costs.model.ns(int(costs.flops.sum()), "encode"), costs.least_decoding[0]
+        step_ns = rates.step_ns(decode_ns, costs.compute_ns)
+        spare = min(STEP_TOLERANCE * step_ns, STEP_LIMIT * step_ns - self.uneven_ns * self.num_ranks * SCALE)
+        allowed = max(spare, LEAST_TOLERANCE * encode_ns, 1)
+        encode, decode = (min(allowed // max(each, 1), TOLERANCE) for each in (encode_ns, decode_ns))
+        if not rates.decoders:
+            return encode, decode
+        return (TOLERANCE, STEP_TOLERANCE) if self._is_led_by_decoding else (encode, TOLERANCE)
+
+    @property
+    def _is_led_by_decoding(self) -> bool:
+        decoders = self.costs.model.rates.decoders
+        return bool(decoders) and self.costs.least_decoding[0] // decoders > self.costs.compute_ns
+
+    def _least_busiest_decoding(self) -> int:
+        """Nanoseconds that the busiest rank decodes at least; in any plan where decoding counts in the step's time."""
+        costs, ranks = self.costs, self.num_ranks
+        if self._is_led_by_decoding or not costs.model.rates.decoders:
+            return busiest(whole_groups(costs), costs.least_decoding[0], ranks)
+        return decoding_beside_encoding(costs, ranks)
 
     @cached_property
     def _least_step_ns(self) -> int:

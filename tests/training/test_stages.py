@@ -4,6 +4,7 @@ Compared: what each stage changes with what it declares; its first weights with 
 one rank; what is exported with transformers' own class. Run: python -m pytest tests/training/test_stages.py
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("peft")
 from experiments.base import RunConfig, build_model  # noqa: E402
 from experiments.export import run as export  # noqa: E402
 from experiments.runtime import run_runner  # noqa: E402
-from mmcp.config import load  # noqa: E402
+from mmcp.config import ConfigError, dump, load  # noqa: E402
 from mmcp.model.adapters import is_adapter, plain_name  # noqa: E402
 from mmcp.model.pretrained import ModelFolder  # noqa: E402
 from mmcp.parallel.mesh import build_mesh  # noqa: E402
@@ -150,6 +151,19 @@ def test_ranks_together_hold_what_one_rank_reads(mesh, folders, rank_pool):
 def test_a_folder_s_model_is_written_out_in_the_settings(folders):
     model = settings_of(folders, "written").model
     assert (model.backbone.width, model.vocabulary, model.tied_head) == (SIZES["hidden_size"], VOCABULARY, True)
+
+
+def test_single_fields_of_the_backbone_win_over_the_folder_s(folders):
+    plain = settings_of(folders, "plain").model
+    words = ("checkpointing=true", "positions=mrope", "mrope_sections=[2,1,1]")
+    changed = settings_of(folders, "changed", *(f"model.backbone.{word}" for word in words)).model
+    fields = {"checkpointing": True, "positions": "mrope", "mrope_sections": (2, 1, 1)}
+    assert changed == replace(plain, backbone=replace(plain.backbone, **fields))
+    again = folders["root"] / "again.yaml"
+    again.write_text(dump(settings_of(folders, "changed", "model.backbone.checkpointing=true")))
+    assert load(RunConfig, again).model.backbone == replace(plain.backbone, checkpointing=True)
+    with pytest.raises(ConfigError, match="no model folder"):
+        settings_of(folders, "none", "model.pretrained=nowhere", "model.backbone.checkpointing=true")
 
 
 def test_what_cannot_work_is_refused(folders, tmp_path):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mmcp.attention.base import split_heads
+from mmcp.integrations.transformers.interfaces import NAME
 from mmcp.integrations.transformers.whole_row import WholeRow
 from mmcp.parallel.collectives import Group, all_gather
 from mmcp.parallel.mesh import Mesh
@@ -36,8 +37,13 @@ SWITCHES = ("use_cache", "output_attentions", "output_hidden_states", "output_ro
 """Options that must be off."""
 
 
-def check_model(model: PreTrainedModel, mesh: Mesh) -> None:
-    """Raise ValueError for a model whose layers, heads or dropout cannot be split over this mesh."""
+def check_model(model: nn.Module, mesh: Mesh) -> None:
+    """Raise ValueError for a model whose layers, heads, loss or dropout cannot be split over this mesh."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"a {type(model).__name__} is no model of transformers, nor peft's around one; parallelize the model "
+            "itself, before it is wrapped or compiled"
+        )
     config = model.config
     if config.model_type not in MODELS or model.get_output_embeddings() is None:
         raise ValueError(
@@ -46,16 +52,39 @@ def check_model(model: PreTrainedModel, mesh: Mesh) -> None:
         )
     text: Any = model.get_decoder().config
     split_heads(text.num_attention_heads, text.num_key_value_heads, mesh.ulysses.size)
-    dropped = {type(module).__name__ for module in model.modules() if isinstance(module, nn.Dropout) and module.p}
-    if dropped or getattr(text, "attention_dropout", None):
+    _check_loss_and_dropout(model)
+
+
+def check_unchanged(model: PreTrainedModel) -> None:
+    """Raise ValueError for a parallelised model that was changed since into one that cannot be split."""
+    text = model.get_decoder()
+    if text.config._attn_implementation != NAME:
+        raise ValueError(
+            f"the attention of this parallelised model was set to '{text.config._attn_implementation}', which sees one "
+            "rank's tokens only; leave it as parallelize() set it"
+        )
+    _check_loss_and_dropout(model)
+
+
+def _check_loss_and_dropout(model: PreTrainedModel) -> None:
+    if getattr(model, "_loss_function", None) is not None:
+        raise ValueError(
+            "model.loss_function was set, and would be given logits that are on no rank under context parallelism; "
+            "leave the model's own"
+        )
+    dropped = any(isinstance(module, nn.Dropout) and module.p and module.training for module in model.modules())
+    if dropped or getattr(model.get_decoder().config, "attention_dropout", None):
         raise ValueError(
             f"{type(model).__name__} has dropout, which would differ between ranks and from one process; set every "
-            "dropout of its configuration to 0"
+            "dropout of its configuration to 0, adapters' too"
         )
 
 
-def check_batch(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch without entries that say nothing; raise ValueError for one that would be ignored."""
+def check_batch(model: PreTrainedModel, batch: dict[str, Any], *, is_scored: bool = True) -> dict[str, Any]:
+    """Return the batch without entries that say nothing; raise ValueError for one that would be ignored.
+
+    is_scored: whether it is given for its loss
+    """
     kept = {name: value for name, value in batch.items() if name not in PACKED_KEYS and name not in SWITCHES}
     for name in SWITCHES:
         asked = batch.get(name, getattr(model.config, name, False) if name.startswith("output") else False)
@@ -68,18 +97,26 @@ def check_batch(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]
             f"{', '.join(unknown)} in the batch of a {model.config.model_type} model cannot be split over ranks; "
             f"known are {', '.join(known)}"
         )
-    if "input_ids" not in kept or not {"labels", "shift_labels"} & set(kept):
-        raise ValueError("a batch under context parallelism needs input_ids and labels (or shift_labels)")
+    if "input_ids" not in kept or (is_scored and not {"labels", "shift_labels"} & set(kept)):
+        raise ValueError(
+            "a batch under context parallelism needs input_ids and labels (or shift_labels); to continue a text, call "
+            "generate"
+        )
+    if not kept["input_ids"].numel():
+        raise ValueError(f"input_ids of shape {list(kept['input_ids'].shape)} hold no token; give at least one")
     _check_packing(batch)
     _check_positions(model, batch)
     return kept
 
 
-def check_ranks_agree(whole: WholeRow, plan: ShardPlan, group: Group) -> None:
+def check_ranks_agree(batch: dict[str, Any], whole: WholeRow, plan: ShardPlan, group: Group) -> None:
     """Raise ValueError on all ranks when they were given different batches: an exchange would hang or mix them."""
     if group.size == 1:
         return
-    parts = (whole.ids, whole.positions, whole.sequence.labels, np.frombuffer(plan.digest.encode(), np.uint8))
+    masks = [part for mask in dict.fromkeys(whole.masks) for part in (mask.bounds, mask.blocks, np.array(mask.window))]
+    count = np.array(float(batch.get("num_items_in_batch", -1)))
+    parts = (whole.ids, whole.positions, whole.sequence.labels, *masks, count)
+    parts = (*parts, np.frombuffer(plan.digest.encode(), np.uint8))
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     digests = all_gather(mine, group=group, name="agree")

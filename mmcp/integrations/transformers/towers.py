@@ -63,10 +63,13 @@ class Tower(Protocol):
         Raises ValueError when placeholders and pixels do not match.
         """
 
-    def encode(self, batch: dict[str, Any], units: Sequence[MediaUnit]) -> Tensor:
-        """Encode units in one call of the tower: [rows, columns], in their order.
+    def pixels(self, batch: dict[str, Any], units: Sequence[MediaUnit]) -> Tensor:
+        """Return the pixels of units in their order; without a unit, the least that the tower can run on."""
 
-        Without a unit the tower still runs, on the least it can, so that its parameters have gradients: [0, columns].
+    def encode(self, pixels: Tensor, units: Sequence[MediaUnit]) -> Tensor:
+        """Encode the pixels of units in one call of the tower: [rows, columns], in their order.
+
+        Without a unit the tower still runs, so that its parameters have gradients: [0, columns].
         """
 
     def outputs(self, rows: Tensor, ids: Tensor, kinds: frozenset[str]) -> dict[str, Any]:
@@ -132,10 +135,17 @@ class QwenTower:
         found = [unit for kind in ("image", "video") for unit in self._units_of(kind, batch, ids)]
         return sorted(found, key=lambda unit: unit.start)
 
-    def encode(self, batch: dict[str, Any], units: Sequence[MediaUnit]) -> Tensor:
+    def pixels(self, batch: dict[str, Any], units: Sequence[MediaUnit]) -> Tensor:
+        """Join the patches of units: [patches, values]."""
+        if not units:
+            vision = self.config.vision_config
+            patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+            return torch.zeros(self.merge**2, patch)
+        return torch.cat([_pixels_of(batch[key], list(same)) for key, same in groupby(units, lambda unit: unit.key)])
+
+    def encode(self, pixels: Tensor, units: Sequence[MediaUnit]) -> Tensor:
         """Run the tower once: [rows, e * (1 + DeepStack layers)]."""
         grids = [unit.patches for unit in units] or [(1, self.merge, self.merge)]
-        pixels = self._pixels(batch, units)
         device = self.model.visual.patch_embed.proj.weight.device
         out = self.model.get_image_features(pixels.to(device), torch.tensor(grids, device=device), return_dict=True)
         parts = [torch.cat(tuple(out.pooler_output)), *_deepstack(out)]
@@ -193,13 +203,6 @@ class QwenTower:
             patches=(1, h, w),
         )
 
-    def _pixels(self, batch: dict[str, Any], units: Sequence[MediaUnit]) -> Tensor:
-        if not units:
-            vision = self.config.vision_config
-            patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-            return torch.zeros(self.merge**2, patch)
-        return torch.cat([_pixels_of(batch[key], list(same)) for key, same in groupby(units, lambda unit: unit.key)])
-
 
 class GemmaTower:
     """Gemma 3: images of one size, as many tokens each."""
@@ -236,14 +239,17 @@ class GemmaTower:
             for number, start in enumerate(starts)
         ]
 
-    def encode(self, batch: dict[str, Any], units: Sequence[MediaUnit]) -> Tensor:
-        """Run the tower and the projector once: [rows, e]."""
+    def pixels(self, batch: dict[str, Any], units: Sequence[MediaUnit]) -> Tensor:
+        """Join the pictures of units: [images, channels, height, width]."""
         vision = self.config.vision_config
-        parameter = next(self.model.vision_tower.parameters())
-        pixels = parameter.new_zeros(1, vision.num_channels, vision.image_size, vision.image_size)
-        if units:
-            pixels = _pixels_of(batch["pixel_values"], units).to(parameter.device)
-        rows = self.model.get_image_features(pixels, return_dict=True).pooler_output.flatten(0, 1)
+        if not units:
+            return torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size, dtype=self.model.dtype)
+        return _pixels_of(batch["pixel_values"], units)
+
+    def encode(self, pixels: Tensor, units: Sequence[MediaUnit]) -> Tensor:
+        """Run the tower and the projector once: [rows, e]."""
+        device = next(self.model.vision_tower.parameters()).device
+        rows = self.model.get_image_features(pixels.to(device), return_dict=True).pooler_output.flatten(0, 1)
         return rows[: sum(unit.num_tokens for unit in units)]
 
     def outputs(self, rows: Tensor, ids: Tensor, kinds: frozenset[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 
 from mmcp.integrations.transformers.parallelize import parallelize
 from mmcp.parallel.collectives import Group
@@ -32,7 +32,11 @@ def parallelize_trainer(trainer: Trainer, mesh: Mesh, **options: Any) -> Trainer
             "compute_metrics, label_smoothing_factor and compute_loss_func need the logits of whole batches, which "
             "are on no rank under context parallelism; leave them out"
         )
-    assert isinstance(trainer.model, PreTrainedModel), "check_model says what is possible"
+    if trainer.neftune_noise_alpha is not None:
+        raise ValueError(
+            f"neftune_noise_alpha={trainer.neftune_noise_alpha} adds noise that depends on the rank; leave it out"
+        )
+    assert trainer.model is not None, "a Trainer made it"
     parallelize(trainer.model, mesh, **options)
     trainer.args.prediction_loss_only = True
     share_batches(trainer.accelerator, mesh)

@@ -54,6 +54,8 @@ def read_batch(model: PreTrainedModel, batch: dict[str, Any], tower: Tower | Non
     Raises ValueError for masks, labels and media that cannot be split, before anything is communicated.
     """
     ids = batch["input_ids"]
+    if tower:
+        tower.units(batch, ids.reshape(-1).cpu().numpy())  # the model's own code would trip over what this refuses
     hidden_from_model = (*LOSS_KEYS, *(tower.pixel_keys if tower else ()))
     seen = outline(model, {key: value for key, value in batch.items() if key not in hidden_from_model})
     masks = seen.whole_masks(linear, tuple(ids.shape))
@@ -105,6 +107,8 @@ def _targets(batch: dict[str, Any], kept: np.ndarray) -> np.ndarray:
 
     Raises ValueError when a padding token is asked for one: in transformers it would read nothing and still count.
     """
+    if not {"labels", "shift_labels"} & set(batch):
+        return np.full(kept.size, NO_LABEL)
     if "shift_labels" in batch:
         shifted = batch["shift_labels"].cpu().numpy()
     else:
