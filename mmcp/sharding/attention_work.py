@@ -8,7 +8,7 @@ from mmcp.sharding.ranges import Ranges, even_bounds, size
 
 
 def attention_work(costs: RowCosts, groups: tuple[Ranges, ...], ulysses: int) -> tuple[list[int], list[int], int]:
-    """Return FLOPs and nanoseconds of each rank, and the nanoseconds that all take, each layer waiting for its slowest.
+    """Return FLOPs and nanoseconds of each rank, and the nanoseconds that all take, each layer at its slowest.
 
     groups: per ring index, the tokens that its `ulysses` ranks hold together
     """

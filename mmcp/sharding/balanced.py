@@ -59,8 +59,8 @@ def _uneven_attention_ns(costs: RowCosts, groups: tuple[Ranges, ...], ulysses: i
     """Nanoseconds that attention takes over its even share; none on a ring of one, whatever the tokens' layout."""
     if len(groups) == 1:
         return 0
-    *_, slowest_ns = attention_work(costs, groups, ulysses)
-    return max(0, slowest_ns - costs.attention_ns // (len(groups) * ulysses))
+    _, own_ns, all_ns = attention_work(costs, groups, ulysses)
+    return max(0, all_ns - sum(own_ns) // len(own_ns))
 
 
 def _unit_cap(costs: RowCosts, ranks: int, cap: int) -> int:

@@ -230,19 +230,15 @@ class RowCosts:
     def compute_ns(self) -> int:
         """Nanoseconds of the compute stages, everything done once on one rank."""
         model = self.model
+        attention = sum(
+            model.ns(layer.flops(layer.heads, count, self.num_tokens), layer.stage)
+            for layer, count in zip(model.layers, self.pairs, strict=True)
+        )
         return (
             model.ns(int(self.flops.sum()), "encode")
             + model.ns(self.num_tokens * model.linear_flops, "linear")
             + model.ns(self.num_labels * model.label_flops, "loss")
-            + self.attention_ns
-        )
-
-    @cached_property
-    def attention_ns(self) -> int:
-        """Nanoseconds of all attention layers on one rank."""
-        return sum(
-            self.model.ns(layer.flops(layer.heads, count, self.num_tokens), layer.stage)
-            for layer, count in zip(self.model.layers, self.pairs, strict=True)
+            + attention
         )
 
     def least_step_ns(self, ranks: int) -> int:

@@ -47,12 +47,8 @@ class Evenness:
         encode, decode = self._step_tolerances()
         memory = TOLERANCE * costs.total_bytes // max(int(costs.bytes.sum()), 1)
         tolerance = np.array([encode, decode, memory], dtype=np.int64)
-        encode_least, memory_least = (busiest(item, int(item.sum()), ranks) for item in (costs.flops, costs.bytes))
-        if self._is_led_by_decoding or not costs.model.rates.decoders:
-            decode_least = busiest(whole_groups(costs), costs.least_decoding[0], ranks)
-        else:
-            decode_least = decoding_beside_encoding(costs, ranks)
-        least = [encode_least, decode_least, memory_least]
+        encode_flops, most_bytes = (busiest(item, int(item.sum()), ranks) for item in (costs.flops, costs.bytes))
+        least = [encode_flops, self._least_busiest_decoding(), most_bytes]
         bounds = self.scale(np.array([least], dtype=np.int64))[0]
         even = np.maximum(SCALE + tolerance, bounds + bounds // BOUND_TOLERANCE)
         if self.unit_cap:
@@ -112,21 +108,26 @@ class Evenness:
     def _step_tolerances(self) -> tuple[int, int]:
         """Load of encoding and of decoding above an even share that counts as even, by what it adds to a step."""
         costs, rates = self.costs, self.costs.model.rates
-        if self._is_led_by_decoding:
-            return TOLERANCE, STEP_TOLERANCE
         encode_ns, decode_ns = costs.model.ns(int(costs.flops.sum()), "encode"), costs.least_decoding[0]
-        step_ns = max(rates.step_ns(decode_ns, costs.compute_ns), 1)
+        step_ns = rates.step_ns(decode_ns, costs.compute_ns)
         spare = min(STEP_TOLERANCE * step_ns, STEP_LIMIT * step_ns - self.uneven_ns * self.num_ranks * SCALE)
-        encode, decode = (
-            min(max(spare // max(each, 1), LEAST_TOLERANCE), TOLERANCE) for each in (encode_ns, decode_ns)
-        )
-        return encode, TOLERANCE if rates.decoders else decode
+        allowed = max(spare, LEAST_TOLERANCE * encode_ns, 1)
+        encode, decode = (min(allowed // max(each, 1), TOLERANCE) for each in (encode_ns, decode_ns))
+        if not rates.decoders:
+            return encode, decode
+        return (TOLERANCE, STEP_TOLERANCE) if self._is_led_by_decoding else (encode, TOLERANCE)
 
     @property
     def _is_led_by_decoding(self) -> bool:
-        """Whether decoding beside the compute stages takes longer than they do."""
         decoders = self.costs.model.rates.decoders
         return bool(decoders) and self.costs.least_decoding[0] // decoders > self.costs.compute_ns
+
+    def _least_busiest_decoding(self) -> int:
+        """Nanoseconds that the busiest rank decodes at least; in any plan where decoding counts in the step's time."""
+        costs, ranks = self.costs, self.num_ranks
+        if self._is_led_by_decoding or not costs.model.rates.decoders:
+            return busiest(whole_groups(costs), costs.least_decoding[0], ranks)
+        return decoding_beside_encoding(costs, ranks)
 
     @cached_property
     def _least_step_ns(self) -> int:
