@@ -93,12 +93,34 @@ class Chain:
         """Tokens of the dearest upgrade."""
         return int(np.diff(self.running, prepend=self.least).max(initial=0))
 
+    @cached_property
+    def places(self) -> np.ndarray:
+        """[upgrades] int64: where in the order each upgrade comes, part by part, stage by stage, cell by cell."""
+        places = np.empty_like(self.order)
+        places[self.order] = np.arange(len(self.order))
+        return places
+
+    def count(self, room: int) -> int:
+        """Count the upgrades that fit into `room` tokens."""
+        return int(np.searchsorted(np.maximum.accumulate(self.running), room, side="right"))
+
+    def following(self, number: int, cell: Cell) -> tuple[int, int] | None:
+        """Return place in the order and tokens of what would refine a cell of part `number`; None for the finest."""
+        first = sum(part.num_cells(stage.level) for part in self.parts[:number] for stage in part.stages)
+        for stage in self.parts[number].stages:
+            if (stage.level, stage.size) == (cell.level, cell.size):
+                place = int(self.places[first + (cell.first >> cell.level)])
+                before = int(self.running[place - 1]) if place else self.least
+                return place, int(self.running[place]) - before
+            first += self.parts[number].num_cells(stage.level)
+        return None
+
     def take(self, room: int) -> tuple[list[list[Cell]], int]:
         """Take upgrades while they fit into `room` tokens; return the cells of each part in order, and the tokens.
 
         The least that there is stays, even where it does not fit.
         """
-        count = int(np.searchsorted(np.maximum.accumulate(self.running), room, side="right"))
+        count = self.count(room)
         taken = np.zeros(len(self.order), bool)
         taken[self.order[:count]] = True
         cells, start = [], 0

@@ -1,7 +1,7 @@
 """One sample of a manifest as one token sequence: turns of text, with each clip's tracks joined in time order."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import pairwise
 from pathlib import PurePath
@@ -11,6 +11,7 @@ from data_pipelines.budget import BudgetConfig, BudgetReport
 from data_pipelines.chain import Cell, Chain
 from data_pipelines.container import ClipIndex
 from data_pipelines.examine import Media
+from data_pipelines.explain import KeptUnit, kept_units
 from data_pipelines.manifest import Item, Sample, Turn
 from data_pipelines.media import MediaError
 from data_pipelines.parts import MediaPart, image_part, scene_lead, sound_part, video_part
@@ -86,6 +87,23 @@ def build_sequence(
     return sequence, ClipReport(budget=budget, without_sound=silent, repeated_stamps=repeated_stamps(sequence))
 
 
+def explain_sequence(
+    sample: Sample, media: Mapping[str, Media], config: ClipConfig, *, rules: Rules
+) -> tuple[KeptUnit, ...]:
+    """Say why each unit of the sample's sequence is there, in token order; arguments and errors as `build_sequence`."""
+    layout = _Layout(sample, media, config, rules, False, cache(rules.text.encode))
+    chosen = layout.choose()
+    named = [(layout.items[i].media, kind) for i, kind in chosen.parts]
+    kept = kept_units(chosen.chain, list(chosen.parts.values()), list(chosen.cells.values()), room=chosen.room)
+    waiting: dict[str, list[KeptUnit]] = {kind: [] for kind in ("image", "video", "audio")}
+    for (source, kind), units in zip(named, kept, strict=True):
+        waiting[kind] += [replace(unit, source=source, kind=kind) for unit in units]
+    sequence, lists = layout.lay(chosen), {kind: iter(units) for kind, units in waiting.items()}
+    found = tuple(next(lists[segment.kind]) for segment in sequence.segments for _ in segment.units)
+    assert [each.unit for each in found] == list(sequence.units), "units were explained in another order"
+    return found
+
+
 def repeated_stamps(sequence: TokenSequence) -> int:
     """Count frame groups whose stamp is the same as that of the group before in the same clip."""
     stamped = [
@@ -98,6 +116,23 @@ def repeated_stamps(sequence: TokenSequence) -> int:
 
 Parts = dict[tuple[int, str], MediaPart]
 """(number of the item in the sample, kind of its track) -> its part."""
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """How finely each part is seen or heard."""
+
+    parts: Parts
+    cells: dict[tuple[int, str], list[Cell]]
+    chain: Chain
+    words: int
+    """Tokens of text."""
+    used: int
+    """Tokens of media and their times."""
+    room: int
+    """Most tokens that they may have."""
+    silent: tuple[str, ...]
+    """Items without sound that are to be heard."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +161,14 @@ class _Layout:
         turns = [(role, [item.text if item.kind == "text" else None for item in items]) for role, items in self.turns]
         return self.rules.text.conversation(turns, prompt=self.prompt)
 
-    def fit(self) -> tuple[TokenSequence, BudgetReport, tuple[str, ...]]:
-        """Lay out as finely as the budget allows; say what was reduced, and whose sound is missing.
+    def choose(self) -> _Chosen:
+        """Choose how finely each part is seen or heard.
 
         Raises ValueError naming needed and allowed tokens when even the coarsest does not fit.
         """
         parts = self._parts()
         silent = tuple(
-            self.items[i].media for (i, kind), part in parts.items() if kind == "audio" and not part.part.leaves
+            self.items[i].name for (i, kind), part in parts.items() if kind == "audio" and not part.part.leaves
         )
         parts = {key: part for key, part in parts.items() if part.part.leaves}
         chain = Chain([part.part for part in parts.values()])
@@ -144,13 +179,24 @@ class _Layout:
             raise ValueError(_too_long(words, chain.least, self.config.budget))
         chosen, used = chain.take(limit - words)
         cells = dict(zip(parts, chosen, strict=True))
-        sequence = self._sequence(parts, cells)
-        assert sequence.num_tokens == words + used, f"{words} + {used} tokens were counted, {sequence.num_tokens} laid"
+        return _Chosen(parts, cells, chain, words=words, used=used, room=limit - words, silent=silent)
+
+    def lay(self, chosen: _Chosen) -> TokenSequence:
+        """Lay out all turns."""
+        sequence, tokens = self._sequence(chosen.parts, chosen.cells), chosen.words + chosen.used
+        assert sequence.num_tokens == tokens, f"{tokens} tokens were counted, {sequence.num_tokens} laid"
+        return sequence
+
+    def fit(self) -> tuple[TokenSequence, BudgetReport, tuple[str, ...]]:
+        """Lay out as finely as the budget allows; say what was reduced, and whose sound is missing; see `choose`."""
+        chosen = self.choose()
+        parts, cells, chain = chosen.parts, chosen.cells, chosen.chain
+        sequence = self.lay(chosen)
         finest = dict(zip(parts, chain.take(chain.full)[0], strict=True))
         report = BudgetReport(
-            limit=limit,
-            tokens=words + used,
-            full_tokens=words + chain.full,
+            limit=self.config.budget.tokens,
+            tokens=sequence.num_tokens,
+            full_tokens=chosen.words + chain.full,
             detail=tuple(self._words(key, part, cells[key]) for key, part in parts.items()),
             reduced=tuple(
                 f"{self._words(key, part, cells[key])} instead of {part.words(finest[key])}"
@@ -158,10 +204,10 @@ class _Layout:
                 if cells[key] != finest[key]
             ),
         )
-        return sequence, report, silent
+        return sequence, report, chosen.silent
 
     def _words(self, key: tuple[int, str], part: MediaPart, cells: list[Cell]) -> str:
-        name = PurePath(self.items[key[0]].media).name
+        name = PurePath(self.items[key[0]].name).name
         return f"{key[1]} of '{name}': {part.words(cells) if cells else 'left out'}"
 
     def _parts(self) -> Parts:
@@ -170,7 +216,7 @@ class _Layout:
         budget = self.config.budget
         for number, item in enumerate(self.items):
             if item.kind == "image":
-                rule, native = _present(self.rules.image, item), self.media[item.media].image
+                rule, native = _present(self.rules.image, item), self.media[item.name].image
                 assert native is not None
                 parts[number, "image"] = image_part(native, rule, budget.settings, view=item.view)
             if item.kind == "video":
@@ -182,7 +228,7 @@ class _Layout:
     def _video(self, item: Item) -> MediaPart:
         rule, clip = _present(self.rules.video, item), self._clip(item)
         if clip.video is None:
-            raise MediaError(item.media, "no video stream")
+            raise MediaError(item.name, "no video stream")
         return video_part(
             clip,
             rule,
@@ -196,7 +242,7 @@ class _Layout:
         """Make the part of a file's sound; empty where a video has none and need not have any."""
         rule, clip = _present(self.rules.audio, item), self._clip(item)
         if clip.audio is None and (item.kind == "audio" or self.config.missing_sound == "refuse"):
-            raise MediaError(item.media, "no audio stream")
+            raise MediaError(item.name, "no audio stream")
         return sound_part(clip, rule, self.config.budget.settings, view=item.view, always=item.kind == "audio")
 
     def _sequence(self, parts: Parts, cells: Mapping[tuple[int, str], list[Cell]]) -> TokenSequence:
@@ -219,10 +265,10 @@ class _Layout:
             if key in parts and cells[key]:
                 units = parts[key].units(cells[key])
                 if kind == "image":
-                    return [Segment(kind=kind, source=item.media, units=units)]
+                    return [Segment(kind=kind, source=item.name, units=units)]
                 stream = getattr(self._clip(item), kind).stream
                 stamped = kind == "video" and bool(self.config.stamps.pattern)
-                tracks.append(Track(kind=kind, source=item.media, stream=stream, units=units, stamped=stamped))
+                tracks.append(Track(kind=kind, source=item.name, stream=stream, units=units, stamped=stamped))
         return interleave(
             tracks,
             stamp=lambda time: self.encode(self.config.stamps.text(time)),
@@ -241,8 +287,8 @@ class _Layout:
         ]
 
     def _clip(self, item: Item) -> ClipIndex:
-        clip = self.media[item.media].clip
-        assert clip is not None, f"{item.kind} '{item.media}' was not indexed"
+        clip = self.media[item.name].clip
+        assert clip is not None, f"{item.kind} '{item.name}' was not indexed"
         return clip
 
 
@@ -263,7 +309,7 @@ def _too_long(words: int, media: int, budget: BudgetConfig) -> str:
 def _present(rule: R | None, item: Item) -> R:
     """Return the rule of an item's encoder, or refuse the item."""
     if rule is None:
-        raise MediaError(item.media, f"is of kind {item.kind}, for which the model has no encoder; add one")
+        raise MediaError(item.name, f"is of kind {item.kind}, for which the model has no encoder; add one")
     return rule
 
 

@@ -14,7 +14,7 @@ from data_pipelines.decode import decode_image
 from data_pipelines.decord_frames import BACKENDS
 from data_pipelines.media import MediaFile
 from data_pipelines.slow_sound import averaged_mel
-from data_pipelines.sound import decode_audio, packets_needed
+from data_pipelines.sound import SoundReader, packets_needed
 from mmcp.sequence import HOP, Unit
 
 SOUND_RUN = 64  # windows decoded at once: a minute of one-second windows, 4 MB of samples
@@ -52,7 +52,8 @@ def decode_units(
         if kind == "video":
             arrays, frames, notes = _video(file, index, units, backend)
         else:
-            arrays, notes = _sound(file, index, units, log_mel, needed)
+            with SoundReader(file, index) as sound:
+                arrays, notes = _sound(sound, units, log_mel, needed)
     return {"seconds": time.perf_counter() - began, "frames": frames, "notes": notes}, arrays
 
 
@@ -92,16 +93,16 @@ def _video(
 
 
 def _sound(
-    file: MediaFile, index: ClipIndex, units: Sequence[Unit], log_mel: LogMel, needed: Needed
+    reader: SoundReader, units: Sequence[Unit], log_mel: LogMel, needed: Needed
 ) -> tuple[list[np.ndarray], list[str]]:
-    begin, end = index.audio_samples
+    begin, end = reader.index.audio_samples
     total, arrays, lost, cleaned = end - begin, [], 0, 0
 
     def piece(start: int, first: int, frames: int) -> np.ndarray:
         """Log-mel of `frames` frames from `first` on, counted from sample `start` of the sound."""
         nonlocal lost, cleaned
         low, high = needed(start + first * HOP, total, frames=frames)
-        sound = decode_audio(file, index, low + begin, high + begin)
+        sound = reader.read(low + begin, high + begin)
         lost, cleaned = lost + sound.lost_packets, cleaned + sound.cleaned
         return log_mel(sound.samples, start + first * HOP, total, frames=frames)
 
@@ -112,14 +113,14 @@ def _sound(
             continue
         low, _ = needed(run[0].items[0] - begin, total, frames=run[0].size[0])
         _, high = needed(run[-1].items[0] - begin, total, frames=run[-1].size[0])
-        sound = decode_audio(file, index, low + begin, high + begin)
+        sound = reader.read(low + begin, high + begin)
         lost, cleaned = lost + sound.lost_packets, cleaned + sound.cleaned
         for unit in run:
             first, frames = unit.items[0] - begin, unit.size[0]
             start, stop = needed(first, total, frames=frames)
             arrays.append(log_mel(sound.samples[start - low : stop - low], first, total, frames=frames))
-    notes = [f"{file}: {lost} sound packets could not be decoded and are silent"] if lost else []
-    notes += [f"{file}: {cleaned} samples were not finite and became 0"] if cleaned else []
+    notes = [f"{reader.source}: {lost} sound packets could not be decoded and are silent"] if lost else []
+    notes += [f"{reader.source}: {cleaned} samples were not finite and became 0"] if cleaned else []
     return arrays, notes
 
 

@@ -52,34 +52,34 @@ class Examiner:
 
     def __init__(self, pool: WorkerPool | None):
         self.pool = pool
-        self.started: dict[tuple[str, str], Future[Reply]] = {}
-        self.found: dict[tuple[str, str], MediaError] = {}
+        self.started: dict[tuple[str, MediaFile], Future[Reply]] = {}
+        self.found: dict[tuple[str, MediaFile], MediaError] = {}
 
-    def start(self, kind: str, path: str) -> None:
+    def start(self, kind: str, file: MediaFile) -> None:
         """Begin to examine a file; without workers nothing happens yet."""
-        if self.pool is not None and (kind, path) not in self.started and (kind, path) not in self.found:
-            self.started[kind, path] = self.pool.submit(examine_in_worker, kind, MediaFile(path))
+        if self.pool is not None and (kind, file) not in self.started and (kind, file) not in self.found:
+            self.started[kind, file] = self.pool.submit(examine_in_worker, kind, file)
 
-    def result(self, kind: str, path: str) -> Media:
+    def result(self, kind: str, file: MediaFile) -> Media:
         """What was found. Raises MediaError, also when the file hangs or crashes a decoder."""
-        if (kind, path) in self.found:
-            raise self.found[kind, path]
+        if (kind, file) in self.found:
+            raise self.found[kind, file]
         try:
-            return self._examined(kind, MediaFile(path))
+            return self._examined(kind, file)
         except MediaError as error:
-            self.found[kind, path] = error
+            self.found[kind, file] = error
             raise
 
     def _examined(self, kind: str, file: MediaFile) -> Media:
         if self.pool is None:
             return examine(kind, file)
-        self.start(kind, file.path)
+        self.start(kind, file)
         try:
-            header, _ = self.started.pop((kind, file.path)).result()
+            header, _ = self.started.pop((kind, file)).result()
         except WorkerError as error:
-            raise MediaError(file.path, str(error)) from None
+            raise MediaError(str(file), str(error)) from None
         if "reason" in header:
-            raise MediaError(file.path, header["reason"])
+            raise MediaError(str(file), header["reason"])
         return facts_from_json(kind, file, header["facts"])
 
 

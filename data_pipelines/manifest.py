@@ -11,6 +11,8 @@
     {"id": "c", "video": "clip.mp4", "conversations": [          (LLaVA, ShareGPT)
         {"from": "human", "value": "<video>\\nWhich colour flashed?"}, {"from": "gpt", "value": "red"}]}
 
+`"bytes": [first, count]` in a media item means these bytes of the file: a member of an archive, read where it lies.
+
 Text is data: only where media stand beside the conversation, or in `conversations`, do the marks <video>, <image> and
 <audio> stand for media, in the order of the row's fields video(s), image(s) and audio(s). Paths are relative to the
 manifest's folder; `file://` before one is left out, addresses are refused. Options of items are those of
@@ -23,7 +25,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_pipelines.demux import read_index
@@ -55,6 +57,8 @@ class Item:
     text: str = ""
     media: str = ""
     """The file, or its name among the media of a shard set."""
+    part: tuple[int, int] | None = None
+    """First byte and number of bytes of the file; None: all of it."""
     audio: bool = True
     """Video: whether the sound of the file is used, when it has any."""
     view: View = WHOLE
@@ -63,6 +67,16 @@ class Item:
     """Video and audio: words at their times."""
     train_captions: bool = False
     """Whether the captions are trained; otherwise they are given, as a question is."""
+
+    @property
+    def file(self) -> MediaFile:
+        """Media of a manifest: where its bytes lie."""
+        return MediaFile(self.media) if self.part is None else MediaFile(self.media, *self.part)
+
+    @property
+    def name(self) -> str:
+        """What tells this media file from the others of a sample."""
+        return str(self.file)
 
 
 Turn = tuple[str, tuple[Item, ...]]
@@ -88,8 +102,13 @@ class Sample:
 
     @property
     def media(self) -> tuple[tuple[str, str], ...]:
-        """(kind, file) of every media item, in order."""
-        return tuple((item.kind, item.media) for item in self.items if item.kind != "text")
+        """(kind, name) of every media item, in order."""
+        return tuple((item.kind, item.name) for item in self.items if item.kind != "text")
+
+    @property
+    def files(self) -> tuple[tuple[str, MediaFile], ...]:
+        """(kind, file) of every media item of a manifest's row, in order."""
+        return tuple((item.kind, item.file) for item in self.items if item.kind != "text")
 
 
 class RowError(ValueError):
@@ -180,7 +199,7 @@ def _cleaned(id: str, row: int, turns: list[Turn], task: object) -> Sample:
         for item in items:
             text, count = _clean(item.text)
             replaced += count
-            clean_items.append(Item(kind=item.kind, text=text, media=item.media, audio=item.audio) if count else item)
+            clean_items.append(Item(kind="text", text=text) if count else item)
         clean_turns.append((role, tuple(clean_items)))
     return Sample(id=_clean(id)[0], row=row, turns=tuple(clean_turns), task=_clean(task)[0], replaced=replaced)
 
@@ -244,28 +263,52 @@ def _content_item(part: object, number: int, resolve: Resolve) -> Item:
     audio = part.get("audio", True) if kind == "video" else True
     if not isinstance(audio, bool):
         raise _Wrong(f"has audio {audio!r} in a video item; use true or false")
-    own = ("type", kind, *(("audio",) if kind == "video" else ()), *(CAPTION_FIELDS if kind != "image" else ()))
+    own = (
+        "type",
+        kind,
+        "bytes",
+        *(("audio",) if kind == "video" else ()),
+        *(CAPTION_FIELDS if kind != "image" else ()),
+    )
     options = {name: value for name, value in part.items() if name not in own}
     try:
         view = read_view(kind, options)
     except ValueError as error:
         raise _Wrong(str(error)) from None
-    media = resolve(value)
-    captions, train = _captions(part, kind, media, resolve) if kind != "image" else ((), False)
-    return Item(kind=kind, media=media, audio=audio, view=view, captions=captions, train_captions=train)
+    item = Item(kind=kind, media=resolve(value), audio=audio, view=view)
+    if part.get("bytes") is not None:
+        item = replace(item, part=_byte_range(part["bytes"], item))
+    if kind == "image":
+        return item
+    captions, train = _captions(part, item, resolve)
+    return replace(item, captions=captions, train_captions=train)
 
 
-def _captions(part: dict, kind: str, media: str, resolve: Resolve) -> tuple[tuple[Cue, ...], bool]:
+def _byte_range(value: object, item: Item) -> tuple[int, int]:
+    """Read `bytes` of an item: first byte and number of bytes, all of which are in the file."""
+    if not isinstance(value, list) or len(value) != 2 or not all(type(number) is int for number in value):
+        raise _Wrong(f"has bytes {value!r} in a {item.kind} item; write [first byte, number of bytes]", item.media)
+    first, count = value
+    try:
+        size = os.path.getsize(item.media)
+    except OSError:
+        raise _Wrong(f"has bytes in a {item.kind} item of a shard, whose members are named by their fields") from None
+    if first < 0 or count < 1 or first + count > size:
+        raise _Wrong(f"has bytes {value} in a {item.kind} item of a file of {size} bytes", item.media)
+    return first, count
+
+
+def _captions(part: dict, item: Item, resolve: Resolve) -> tuple[tuple[Cue, ...], bool]:
     """Read the captions that an item names, and whether they are trained."""
     source, train = part.get("captions", False), part.get("train_captions", False)
     if not isinstance(source, str | bool) or not isinstance(train, bool):
         raise _Wrong(
-            f"has captions {source!r} and train_captions {train!r} in a {kind} item; "
+            f"has captions {source!r} and train_captions {train!r} in a {item.kind} item; "
             "captions is a path, or true for the text stream inside the file; train_captions is true or false"
         )
     if not source:
         return (), train
-    file = MediaFile(media if source is True else resolve(source))
+    file = item.file if source is True else MediaFile(resolve(source))
     try:
         return (read_embedded_cues(file, read_index(file)) if source is True else read_cues(file)), train
     except MediaError as error:

@@ -37,6 +37,11 @@ class MediaFile:
     def __str__(self) -> str:
         return self.path if self.size is None else f"{self.path}[{self.offset}:{self.offset + self.size}]"
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to read. Raises OSError when there is no such file."""
+        return os.path.getsize(self.path) - self.offset if self.size is None else self.size
+
     def open(self) -> "RangeReader":
         """Open for reading. Raises MediaError when there is no such file."""
         try:

@@ -2,7 +2,8 @@
 
 Each shard is written under a temporary name, with its records, and renamed when it is whole; its .jsonl comes last and
 makes it count. A second run takes up after the last row of the last shard that counts. `unfinished.json` stands in
-the folder until `index.json` does. Media are examined by worker processes ahead of the rows that use them, but rows are
+the folder until `index.json` does, and is locked by the process that writes there (where the file system has locks).
+Media are examined by worker processes ahead of the rows that use them, but rows are
 written in their order: the shards do not depend on the number of workers, nor on when a run was killed.
 
 A media file that several rows use is stored once, with the first of them; the others name it in their json
@@ -13,6 +14,8 @@ Many machines share a manifest by parts: part i of n takes the i-th of n equal r
 part-000i-of-000n inside the output folder. The output folder, with all parts in it, is one data set.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -27,7 +30,7 @@ from typing import Any
 
 from data_pipelines.examine import Examiner, Media
 from data_pipelines.manifest import RowError, Sample, parse_line, read_lines
-from data_pipelines.media import MediaError
+from data_pipelines.media import MediaError, MediaFile
 from data_pipelines.shard_paths import part_name
 from data_pipelines.shard_writer import Names, Shard, write_lines
 from data_pipelines.shards import FORMAT, INDEX, UNFINISHED, read_records
@@ -35,6 +38,7 @@ from data_pipelines.workers import WorkerPool
 
 REJECTS = "rejects.jsonl"
 DEADLINE_S = 1800.0  # of examining one media file
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 AHEAD = 8  # rows examined ahead, for each worker
 
 Progress = Callable[[int, int], None]
@@ -92,7 +96,7 @@ class _Job:
 
     def is_outside(self, media: Media) -> bool:
         """Whether a file is so large that it stays where it is."""
-        return self.outside_bytes is not None and os.path.getsize(media.file.path) >= self.outside_bytes
+        return self.outside_bytes is not None and media.file.num_bytes >= self.outside_bytes
 
 
 def prepare(
@@ -113,7 +117,8 @@ def prepare(
     strict:        raise RowError at the first row that cannot be used, instead of listing it in rejects.jsonl
     workers:       processes that examine media; 0: this one does, and a decoder that hangs hangs it
     part:          (i, n): only the i-th of n equal runs of rows, into a folder of its own below `out`
-    Raises ValueError: no such manifest, no usable row, or `out` holds something else than an unfinished prepare of it.
+    Raises ValueError: no such manifest, no usable row, `out` holds something else than an unfinished prepare of it, or
+    another process is writing there.
     """
     manifest = os.fspath(manifest)
     rows, digest = _fingerprint(manifest)
@@ -124,13 +129,19 @@ def prepare(
     job = _Job(
         manifest=manifest, rows=rows, digest=digest, shard_bytes=shard_bytes, outside_bytes=outside_bytes, part=part
     )
-    _claim(folder, job.record())
     with ExitStack() as stack:
+        _claim(folder, job.record(), stack)
         pool = WorkerPool(workers, DEADLINE_S) if workers else None
         if pool is not None:
             stack.callback(pool.close)
-        _write_shards(job, folder, Examiner(pool), strict=strict, progress=progress, ahead=AHEAD * max(1, workers))
-    return _finish(job, folder)
+        try:
+            _write_shards(job, folder, Examiner(pool), strict=strict, progress=progress, ahead=AHEAD * max(1, workers))
+            return _finish(job, folder)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            reason = f"'{folder}' cannot be written ({error.strerror})"
+            raise ValueError(f"{reason}; make room and run the same again, it goes on from there") from None
 
 
 def _fingerprint(manifest: str) -> tuple[int, str]:
@@ -144,25 +155,44 @@ def _fingerprint(manifest: str) -> tuple[int, str]:
     return rows, digest.hexdigest()
 
 
-def _claim(folder: Path, job: dict) -> None:
-    """Take an empty folder, or one in which the same job was interrupted."""
+def _claim(folder: Path, job: dict, held: ExitStack) -> None:
+    """Take an empty folder, or one in which the same job was interrupted; its mark is locked until `held` ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / INDEX).exists():
-            raise ValueError(f"'{folder}' already holds a prepared set; choose another folder or delete it")
-        mark = folder / UNFINISHED
-        if mark.exists():
-            if json.loads(mark.read_text()) != job:
-                raise ValueError(
-                    f"'{folder}' holds an unfinished prepare of another manifest or with other options; "
-                    "choose another folder"
-                )
-        elif any(entry.name != f"{UNFINISHED}.new" for entry in folder.iterdir()):
+        _refuse_finished(folder)
+        if not (folder / UNFINISHED).exists() and any(folder.iterdir()):
             raise ValueError(f"'{folder}' is not empty; choose another folder")
-        else:
-            write_lines(mark, [job])
+        mark = os.open(folder / UNFINISHED, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise ValueError(f"'{folder}' cannot be written ({error.strerror}); choose another folder") from None
+    held.callback(os.close, mark)
+    _lock(mark, folder)
+    _refuse_finished(folder)
+    line = os.pread(mark, 1 << 16, 0)
+    if not line.endswith(b"\n"):  # new, or lost in a crash before anything was written
+        os.ftruncate(mark, 0)
+        os.pwrite(mark, json.dumps(job, allow_nan=False).encode() + b"\n", 0)
+        os.fsync(mark)
+    elif json.loads(line) != job:
+        raise ValueError(
+            f"'{folder}' holds an unfinished prepare of another manifest or with other options; choose another folder"
+        )
+
+
+def _refuse_finished(folder: Path) -> None:
+    if (folder / INDEX).exists():
+        raise ValueError(f"'{folder}' already holds a prepared set; choose another folder or delete it")
+
+
+def _lock(mark: int, folder: Path) -> None:
+    """Lock the mark until it is closed; a file system without locks is trusted."""
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            raise ValueError(
+                f"another `mmcp prepare` is writing into '{folder}'; let it finish, or choose another folder or part"
+            ) from None
 
 
 def _write_shards(
@@ -171,8 +201,9 @@ def _write_shards(
     """Write what is not yet in a finished shard."""
     finished = [read_records(path) for path in sorted(folder.glob("shard-*.jsonl"))]
     records = [record for shard in finished for record in shard]
+    stored = [record["media"] for record in records if "media" in record]
     names: Names = {
-        (media["kind"], media["source"]): media["name"] for media in (r["media"] for r in records if "media" in r)
+        (media["kind"], MediaFile(media["source"], *media.get("source_bytes", ()))): media["name"] for media in stored
     }
     count = sum("sample" in record for record in records)
     last_row = finished[-1][-1]["last_row"] if finished else 0
@@ -211,7 +242,7 @@ def _parsed_ahead(
     for done, (row, line) in enumerate(islice(read_lines(job.manifest), *job.lines), start=1):
         parsed = parse_line(line, manifest=job.manifest, row=row) if row > last_row else None
         if isinstance(parsed, Sample):
-            for kind, file in dict.fromkeys(parsed.media):
+            for kind, file in dict.fromkeys(parsed.files):
                 if (kind, file) not in names:
                     examiner.start(kind, file)
         waiting.append((done, row, parsed))
@@ -221,13 +252,13 @@ def _parsed_ahead(
 
 
 def _checked(
-    parsed: Sample | RowError, manifest: str, examiner: Examiner, stored: Collection[tuple[str, str]]
+    parsed: Sample | RowError, manifest: str, examiner: Examiner, stored: Collection[tuple[str, MediaFile]]
 ) -> tuple[Sample, list[Media]] | RowError:
     """Return a row with those of its media that are not stored yet, or why it cannot be used."""
     if isinstance(parsed, RowError):
         return parsed
     new = []
-    for kind, file in dict.fromkeys(parsed.media):
+    for kind, file in dict.fromkeys(parsed.files):
         if (kind, file) not in stored:
             try:
                 new.append(examiner.result(kind, file))
@@ -246,16 +277,17 @@ def check_row(line: bytes, manifest: str, row: int) -> tuple[Sample, list[Media]
 def _stored_bytes(job: _Job, media: list[Media]) -> int:
     """Bytes that a sample adds to a tar, about: its json is small."""
     copied = [item for item in media if not job.is_outside(item)]
-    return 1024 + sum(os.path.getsize(item.file.path) + 1024 for item in copied)
+    return 1024 + sum(item.file.num_bytes + 1024 for item in copied)
 
 
 def _add(shard: Shard, key: str, sample: Sample, media: list[Media], names: Names, job: _Job) -> None:
     """Store a sample, its new media first."""
     for number, item in enumerate(media):
-        extension = re.sub("[^a-z0-9]", "", Path(item.file.path).suffix.lower())[:16] or "bin"
+        suffix = Path(item.file.path).suffix if item.file.size is None else ""
+        extension = re.sub("[^a-z0-9]", "", suffix.lower())[:16] or "bin"
         name = f"{key}.{item.kind}{number}.{extension}"
         shard.add_media(name, item, copy=not job.is_outside(item))
-        names[item.kind, item.file.path] = name
+        names[item.kind, item.file] = name
     shard.add_sample(key, sample, names)
 
 
@@ -294,3 +326,11 @@ def _finish(job: _Job, folder: Path) -> Prepared:
     write_lines(folder / INDEX, [{**job.record(), **asdict(report), "shards": shards}])
     (folder / UNFINISHED).unlink()
     return report
+
+
+def damaged_files(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the media files of a prepared folder that were taken although something is wrong, and what that is."""
+    for path in sorted(folder.glob("shard-*.jsonl")):
+        for record in read_records(path):
+            if "media" in record and record["media"]["notes"]:
+                yield record["media"]["source"], record["media"]["notes"]

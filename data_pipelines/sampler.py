@@ -36,7 +36,14 @@ class OrderState:
 
     @classmethod
     def of(cls, values: dict) -> "OrderState":
-        """Read what `dataclasses.asdict` gave, also after JSON."""
+        """Read what `dataclasses.asdict` gave, also after JSON. Raises ValueError for what is no state of ours."""
+        missing = [name for name in ("seed", "sizes", "weights", "taken") if name not in values]
+        if missing:
+            known = ", ".join(values)
+            raise ValueError(
+                f"the saved order names {known} but not {', '.join(missing)}: another version wrote it; "
+                "finish the run with that version, or begin a new one from its weights with start_from"
+            )
         return cls(
             seed=values["seed"],
             sizes=tuple(values["sizes"]),

@@ -11,10 +11,11 @@ import webdataset
 
 from data_pipelines.examine import Media, facts_to_json
 from data_pipelines.manifest import RowError, Sample
+from data_pipelines.media import MediaFile
 from data_pipelines.shards import sample_to_json
 
-Names = dict[tuple[str, str], str]
-"""(kind, path of the file) -> name in the shard set."""
+Names = dict[tuple[str, MediaFile], str]
+"""(kind, file) -> name in the shard set."""
 
 
 class Shard:
@@ -51,6 +52,8 @@ class Shard:
         facts = facts_to_json(media).encode()
         notes = media.clip.notes if media.clip is not None else ()
         entry |= {"facts": [self.facts.tell(), len(facts)], "source": media.file.path, "notes": list(notes)}
+        if media.file.size is not None:
+            entry["source_bytes"] = [media.file.offset, media.file.size]
         self.records.append({"media": entry})
         self.facts.write(facts)
 
@@ -60,7 +63,7 @@ class Shard:
         start = self._contents_at(tarfile.TarInfo(f"{key}.json"))
         self.writer.write({"__key__": key, "json": row})
         entry = {"key": key, "row": sample.row, "json": [start, len(row)], "replaced": sample.replaced}
-        self.records.append({"sample": {**entry, "media": list(dict.fromkeys(names[used] for used in sample.media))}})
+        self.records.append({"sample": {**entry, "media": list(dict.fromkeys(names[used] for used in sample.files))}})
         self.num_samples += 1
 
     def add_reject(self, error: RowError) -> None:

@@ -9,7 +9,7 @@ and the field `txt` as the answer.
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -118,7 +118,7 @@ def read_media(stored: StoredMedia) -> Media:
     return facts_from_json(stored.kind, stored.file, _read(stored.facts).decode())
 
 
-def sample_to_json(sample: Sample, names: dict[tuple[str, str], str]) -> bytes:
+def sample_to_json(sample: Sample, names: Mapping[tuple[str, MediaFile], str]) -> bytes:
     """A sample as it stands in a shard.
 
     names: (kind, file) -> the name under which the shard set knows it
@@ -128,12 +128,12 @@ def sample_to_json(sample: Sample, names: dict[tuple[str, str], str]) -> bytes:
     return json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
 
 
-def _item_to_json(item: Item, names: dict[tuple[str, str], str]) -> dict:
+def _item_to_json(item: Item, names: Mapping[tuple[str, MediaFile], str]) -> dict:
     if item.kind == "text":
         return {"type": "text", "text": item.text}
     audio = {"audio": item.audio} if item.kind == "video" else {}
     spoken = {"captions": cues_to_json(item.captions), "train_captions": item.train_captions} if item.captions else {}
-    return {"type": item.kind, "media": names[item.kind, item.media], **audio, **spoken, **item.view.to_fields()}
+    return {"type": item.kind, "media": names[item.kind, item.file], **audio, **spoken, **item.view.to_fields()}
 
 
 def _read_sample(stored: StoredSample) -> Sample:

@@ -7,13 +7,14 @@ Channels of unknown places count 3 : 2 in turn.
 Rate. FFmpeg's swresample, started on a sample that both rates share and drained at the end.
 
 Independence of the cut. Decoders carry state: sound is decoded in blocks of BLOCK seconds that lie fixed on the track,
-each by a decoder that starts PREROLL seconds earlier, and a range takes what it needs of its blocks. Up to the first
-BLOCK seconds, and beyond for every codec whose state dies out within the preroll, this is bit for bit what decoding
-from the start gives. (Codecs that fill bands with random noise, AAC with noise substitution among them, draw other
-noise.) A track whose positions are not exact is one block.
+each by a decoder that starts PREROLL seconds earlier and goes on as far past the end as the filter sees, and a range
+takes what it needs of its blocks. Up to the first BLOCK seconds, and beyond for every codec whose state dies out within
+the preroll, this is bit for bit what decoding from the start gives. (Codecs that fill bands with random noise, AAC with
+noise substitution among them, draw other noise.) A track whose positions are not exact is one block.
 """
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -70,32 +71,109 @@ def decode_audio(source: str | MediaFile, index: ClipIndex, first: int, last: in
     Before the track's start and after its end there are zeros. Memory: the result, and a few frames.
     Raises MediaError when the file has no sound or cannot be read.
     """
-    source, track = as_media_file(source), index.audio
-    if track is None:
-        raise MediaError(str(source), "no audio stream")
-    if first > last:
-        raise ValueError(f"samples {first}..{last} are not a range; first must not exceed last")
-    samples = np.zeros(last - first, dtype=np.float32)
-    begin, end = index.audio_samples
-    low, high = max(first, begin) - begin, min(last, end) - begin
-    damage = Damage()
-    if low < high:
-        with open_container(source) as container:
-            reader = TrackReader(container, track, str(source))
-            for position, part in _resampled(reader, track, low, high, damage):
+    with SoundReader(source, index) as sound:
+        return sound.read(first, last)
+
+
+class SoundReader:
+    """Decodes ranges of one file's sound, opening it once. Raises MediaError when the file has no sound."""
+
+    def __init__(self, source: str | MediaFile, index: ClipIndex):
+        self.source, self.index = as_media_file(source), index
+        if index.audio is None:
+            raise MediaError(str(self.source), "no audio stream")
+        self.track: AudioTrack = index.audio
+        self.opened = ExitStack()
+        self.reader: TrackReader | None = None
+
+    def __enter__(self) -> "SoundReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.opened.close()
+
+    def read(self, first: int, last: int) -> Sound:
+        """Decode samples first..last - 1, as `decode_audio` does."""
+        if first > last:
+            raise ValueError(f"samples {first}..{last} are not a range; first must not exceed last")
+        samples = np.zeros(last - first, dtype=np.float32)
+        begin, end = self.index.audio_samples
+        damage = Damage()
+        for block in _blocks(self.track, max(first, begin) - begin, min(last, end) - begin):
+            low, high = block.samples
+            for position, part in _resampled(self._packets(), self.track, block, damage):
                 kept = part[max(0, low - position) : max(0, high - position)]
                 at = max(position, low) + begin - first
                 samples[at : at + len(kept)] = kept
-    bounded = int((np.abs(samples) > 1).sum())
-    return Sound(np.clip(samples, -1, 1, out=samples), damage.lost_packets, damage.cleaned, bounded)
+        bounded = int((np.abs(samples) > 1).sum())
+        return Sound(np.clip(samples, -1, 1, out=samples), damage.lost_packets, damage.cleaned, bounded)
+
+    def _packets(self) -> TrackReader:
+        """The packets of the track; a file in which one cannot go back is opened again."""
+        if self.reader is None or not self.track.seekable:
+            self.opened.close()
+            container = self.opened.enter_context(open_container(self.source))
+            self.reader = TrackReader(container, self.track, str(self.source))
+        return self.reader
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The part of one block of a track that is asked for, and the packets it is decoded from."""
+
+    samples: tuple[int, int]
+    """First and last + 1 sample at 16 kHz, from the track's start."""
+    span: tuple[int, int]
+    """The samples at the track's own rate that these are computed from."""
+    warm: int
+    """Packet that the decoder starts at."""
+    used: int
+    """First packet whose sound is used."""
+    own: tuple[int, int]
+    """First and last + 1 packet that begin in this block: what is wrong with others is counted by other blocks."""
+    last: int
+    """Last + 1 packet that is used."""
+
+
+def _blocks(track: AudioTrack, low: int, high: int) -> Iterator[Block]:
+    """Yield the blocks of samples low..high - 1 at 16 kHz, from the track's start; none when there are none."""
+    if low >= high:
+        return
+    if not (track.exact and track.seekable):
+        every = (0, track.num_packets)
+        yield Block((low, high), _source_span(track, low, high), 0, 0, every, track.num_packets)
+        return
+    long, short = BLOCK * track.rate, BLOCK * SAMPLE_RATE
+    for number in range(low // short, -(-high // short)):
+        samples = max(low, number * short), min(high, (number + 1) * short)
+        span = _source_span(track, *samples)
+        furthest, _ = _source_span(track, number * short, (number + 1) * short)
+        used = max(int(track.position.searchsorted(furthest, side="right")) - 1, track.position.first)
+        first, end, last = track.position.searchsorted([number * long, (number + 1) * long, span[1]]).tolist()
+        warm = track.position.searchsorted(track.position[min(first, track.num_packets - 1)] - PREROLL * track.rate)
+        yield Block(samples, span, int(warm) if first else 0, used, (first, end), last)
+
+
+def packets_needed(track: AudioTrack, low: int, high: int) -> tuple[int, int]:
+    """First and last + 1 packet that `decode_audio` reads for samples low..high - 1, from the track's start."""
+    blocks = list(_blocks(track, low, high))
+    return blocks[0].warm, blocks[-1].last
+
+
+def _source_span(track: AudioTrack, low: int, high: int) -> tuple[int, int]:
+    """The samples at the track's own rate that samples low..high - 1 at 16 kHz are computed from."""
+    step = track.rate // gcd(track.rate, SAMPLE_RATE)
+    reach = FILTER_REACH * max(1, ceil(track.rate / SAMPLE_RATE))
+    start = max(0, low * track.rate // SAMPLE_RATE - reach) // step * step
+    return start, min(track.num_samples, -(-high * track.rate // SAMPLE_RATE) + reach)
 
 
 def _resampled(
-    reader: TrackReader, track: AudioTrack, low: int, high: int, damage: Damage
+    reader: TrackReader, track: AudioTrack, block: Block, damage: Damage
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (position at 16 kHz from the track's start, samples) that cover low..high and a little more."""
-    start, stop = _source_span(track, low, high)
-    parts = _contiguous(_mono(reader, track, start, stop, damage), start, stop)
+    """Yield (position at 16 kHz from the track's start, samples) that cover a block's samples and a little more."""
+    start, stop = block.span
+    parts = _contiguous(_decoded(reader, track, block, damage), start, stop)
     position = start * SAMPLE_RATE // track.rate
     if track.rate == SAMPLE_RATE:
         for part in parts:
@@ -140,40 +218,6 @@ def _contiguous(parts: Iterator[tuple[int, np.ndarray]], start: int, stop: int) 
         piece = np.zeros(min(CHUNK, stop - base), dtype=np.float32)
 
 
-def _mono(
-    reader: TrackReader, track: AudioTrack, start: int, stop: int, damage: Damage
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (position at the track's rate, mono samples) of all packets that touch start..stop, in order."""
-    for span in _blocks(track, start, stop):
-        yield from _decoded(reader, track, span, stop, damage)
-
-
-def _blocks(track: AudioTrack, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (packet to start a decoder at, first packet heard, last + 1) of each block that touches start..stop."""
-    whole = not (track.exact and track.seekable)
-    length = max(1, track.num_samples) if whole else BLOCK * track.rate
-    for block in range(start // length, -(-stop // length)):
-        first, last = track.position.searchsorted([block * length, (block + 1) * length]).tolist()
-        if whole:
-            first, last = 0, track.num_packets
-        warm = track.position.searchsorted(track.position[min(first, track.num_packets - 1)] - PREROLL * track.rate)
-        yield int(warm) if first else 0, first, last
-
-
-def packets_needed(track: AudioTrack, low: int, high: int) -> tuple[int, int]:
-    """First and last + 1 packet that `decode_audio` reads for samples low..high - 1, from the track's start."""
-    blocks = list(_blocks(track, *_source_span(track, low, high)))
-    return blocks[0][0], blocks[-1][2]
-
-
-def _source_span(track: AudioTrack, low: int, high: int) -> tuple[int, int]:
-    """The samples at the track's own rate that samples low..high - 1 at 16 kHz are computed from."""
-    step = track.rate // gcd(track.rate, SAMPLE_RATE)
-    reach = FILTER_REACH * max(1, ceil(track.rate / SAMPLE_RATE))
-    start = max(0, low * track.rate // SAMPLE_RATE - reach) // step * step
-    return start, min(track.num_samples, -(-high * track.rate // SAMPLE_RATE) + reach)
-
-
 @dataclass(slots=True)
 class Placement:
     """Where decoded sound goes: at its packet's position, or after the sound before it if positions are not exact."""
@@ -202,22 +246,19 @@ class Placement:
         return position, samples
 
 
-def _decoded(
-    reader: TrackReader, track: AudioTrack, span: tuple[int, int, int], stop: int, damage: Damage
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Decode packets span[1]..span[2] with a decoder that starts at span[0]; ends early once past `stop`."""
-    warm, first, last = span
-    reader.go_to(warm)
+def _decoded(reader: TrackReader, track: AudioTrack, block: Block, damage: Damage) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (position at the track's rate, mono samples) of a block's packets; ends early once past its span."""
+    reader.go_to(block.warm)
     reader.decoder.flush_buffers()
-    placement = Placement(track)
-    for number in range(warm, last + 1):
-        packet = reader.read() if number < last else None
+    placement, (first, end) = Placement(track), block.own
+    for number in range(block.warm, block.last + 1):
+        packet = reader.read() if number < block.last else None
         if packet is not None:
             packet.pts, packet.dts = number << TAG_BITS, None
         try:
             frames = reader.decoder.decode(packet)
         except av.error.FFmpegError:
-            damage.lost_packets += number >= first
+            damage.lost_packets += first <= number < end
             continue
         for frame in frames:
             if frame.sample_rate != track.rate:
@@ -225,10 +266,10 @@ def _decoded(
                 raise MediaError(reader.path, reason, Fraction(placement.cursor, track.rate))
             mono, cleaned = _downmix(frame)
             position, samples = placement.place(frame, mono)
-            if placement.packet >= first:
-                damage.cleaned += cleaned
+            if placement.packet >= block.used:
+                damage.cleaned += cleaned if first <= placement.packet < end else 0
                 yield position, samples
-        if placement.packet >= first and placement.cursor >= stop:
+        if placement.packet >= block.used and placement.cursor >= block.span[1]:
             return
 
 

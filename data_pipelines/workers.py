@@ -148,18 +148,23 @@ class _Worker:
 
 
 def serve(connection: Connection) -> None:
-    """Answer jobs until the other side closes the pipe."""
+    """Answer jobs until the other side closes the pipe; headers tell when a job `began`, by time.monotonic."""
     while True:
         try:
             function, args = connection.recv()
         except EOFError:
             return
+        began = time.monotonic()
         try:
             header, arrays = function(*args)
         except Exception as error:
             header, arrays = {"error": f"{type(error).__name__}: {error}"}, []
         arrays = [np.ascontiguousarray(array) for array in arrays]
-        header = {**header, "arrays": [{"shape": array.shape, "dtype": array.dtype.str} for array in arrays]}
+        header = {
+            **header,
+            "began": began,
+            "arrays": [{"shape": array.shape, "dtype": array.dtype.str} for array in arrays],
+        }
         connection.send_bytes(json.dumps(header).encode())
         for array in arrays:
             if array.nbytes:

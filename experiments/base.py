@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
@@ -21,7 +21,7 @@ from mmcp.model.pretrained import Decoder, ModelFolder
 from mmcp.model.vlm import VideoLM
 from mmcp.parallel.mesh import MeshConfig
 from mmcp.sequence import TokenSequence
-from mmcp.sharding.cost import CostModel, LayerCost, Rates, row_costs
+from mmcp.sharding.cost import DEFAULT_RATES, CostModel, LayerCost, Rates, row_costs
 from mmcp.sharding.needs import layer_needs
 from mmcp.sharding.plan import ShardPlan
 from mmcp.sharding.step import StepPlan, plan_step
@@ -29,6 +29,13 @@ from mmcp.sharding.strategies import STRATEGIES
 from mmcp.training.optim import OptimConfig
 from mmcp.training.parts import PartsConfig
 from mmcp.training.train import TrainConfig
+
+EVERYTHING = PartsConfig()
+
+
+def default_rates() -> Rates:
+    """Return the rates of a run that gives none: those of this machine's kind of device."""
+    return DEFAULT_RATES["cuda" if torch.cuda.is_available() else "cpu"]
 
 
 @config
@@ -159,8 +166,8 @@ class RunConfig:
     """Type of the computation; bfloat16 keeps float32 parameters and sums."""
     mesh: MeshConfig = MeshConfig()
     sharding: ShardingConfig = ShardingConfig()
-    rates: Rates = Rates()
-    """Speeds that plans are priced with."""
+    rates: Rates = field(default_factory=default_rates)
+    """Speeds that plans are priced with, those of the device unless given; `mmcp bench calibrate` measures them."""
     data: DataConfig
     clip: ClipConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -205,6 +212,7 @@ class RunConfig:
         """Make the planner of this run."""
         costs = cost_model(
             self.model,
+            parts=self.parts,
             vocabulary=self.model.decoder(vocabulary).vocabulary,
             dtype=self.compute_dtype or self.parameter_dtype,
             call_tokens=self.sharding.call_tokens,
@@ -225,7 +233,15 @@ def build_model(model: ModelConfig, *, vocabulary: int, seed: int, dtype: torch.
     return built.to(dtype)
 
 
-def cost_model(model: ModelConfig, *, vocabulary: int, dtype: torch.dtype, call_tokens: int, rates: Rates) -> CostModel:
+def cost_model(
+    model: ModelConfig,
+    *,
+    vocabulary: int,
+    dtype: torch.dtype,
+    call_tokens: int,
+    rates: Rates,
+    parts: PartsConfig = EVERYTHING,
+) -> CostModel:
     """Price the model's parts by the methods of their configs."""
     backbone, width, size = model.backbone, model.backbone.width, dtype.itemsize
     return CostModel(
@@ -242,7 +258,28 @@ def cost_model(model: ModelConfig, *, vocabulary: int, dtype: torch.dtype, call_
         row_bytes=width * size,
         call_tokens=call_tokens,
         rates=rates,
+        step_percent=_step_percent(model, parts),
     )
+
+
+def _step_percent(model: ModelConfig, parts: PartsConfig) -> dict[str, int]:
+    """FLOPs of a training step by stage, in percent of the forward's.
+
+    Backward takes the forward's for the gradients of inputs and as much for those of weights that train. Computed again
+    are two of the gated MLP's products, the scores of softmax attention, and with checkpointing each block.
+    """
+    backbone, lora = model.backbone, model.lora
+    again = 100 if backbone.checkpointing else 0
+    is_gated_whole = not lora.rank or not {"gate", "up", "down"} & set(lora.targets)
+    mlp = 4 * backbone.layers * backbone.width * backbone.mlp_width if is_gated_whole else 0
+    head = parts.embedding if model.tied_head else parts.head
+    return {
+        "encode": 100 if len(parts.frozen_encoders) == len(model.encoders) else 300,
+        "linear": (300 if parts.backbone else 200) + again + 100 * mlp // backbone.flops_per_token(),
+        "attention": 350 + again,
+        "recurrent": 300 + again,
+        "loss": 300 if head else 200,
+    }
 
 
 def _layer_costs(backbone: BackboneConfig) -> tuple[LayerCost, ...]:
@@ -283,4 +320,5 @@ class Planner:
         return plan_step(rows, groups=self.mesh.data, plan_row=self.row, cost=self._cost)
 
     def _cost(self, row: TokenSequence) -> int:
-        return row_costs(row, self.costs).total_flops
+        """Nanoseconds of a step of the row on a group, decoding beside the compute stages, all even."""
+        return row_costs(row, self.costs).least_step_ns(self.mesh.cp)

@@ -8,11 +8,15 @@ from mmcp.report.outcome import Outcome
 
 BENCHES = {
     "attention": "experiments.bench_attention:run",
+    "calibrate": "experiments.bench_calibrate:run",
     "data": "experiments.bench_data:run",
+    "generate": "experiments.bench_generate:run",
     "hf": "experiments.bench_hf:run",
     "hf_text": "experiments.bench_hf_text:run",
     "loader": "experiments.bench_loader:run",
     "peers": "experiments.bench_peers:run",
+    "planning": "experiments.bench_planning:run",
+    "sharding": "experiments.bench_sharding:run",
 }
 """Name -> `module:function`; it gets the settings written as key=value and returns an Outcome."""
 

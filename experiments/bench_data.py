@@ -1,10 +1,11 @@
-"""Does our reader read an hour of 1080p in little memory and time, beside the readers others use?
+"""Does our reader read an hour of 1080p in little memory and time, beside the readers others use, and keep up?
 
 Run:     mmcp bench data [--json] [key=value ...]              (an hour; some minutes on two idle cores)
 Smoke:   mmcp bench data smoke=true                            (24 seconds of 180p, no requirement checked)
 Expect:  frames at one a second take at least 10 times less time and 40 times less memory than at native size in a
          float batch; log-mel in parts is at least 2 times faster than WhisperFeatureExtractor, takes 8 times less
-         memory, and is within 1e-6 of it; memory does not follow the length. Anything else exits with 1.
+         memory, and is within 1e-6 of it; memory does not follow the length; a step on two ranks over an hour waits
+         for data less than 5 percent of its time (experiments/bench_loader.py). Anything else exits with 1.
 Result:  experiments/LOG.md, entry "data"
 
 Every reader runs in a process of its own, on one thread. Memory is the highest resident size beyond what the process
@@ -20,8 +21,11 @@ from typing import Any
 import numpy as np
 from pydantic import PositiveFloat, PositiveInt
 from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
 from rich.table import Table
 
+from experiments import bench_loader
+from experiments.bench_loader import LoaderBench
 from experiments.bench_readers import measured, why_not
 from experiments.looped_clip import LoopedClip, looped_clip
 from mmcp.config import config
@@ -75,6 +79,10 @@ class DataBench:
     """Of our reader, above what it returns."""
     max_mb_per_hour: PositiveFloat = 5.0
     """How much more a clip of twice the length may take."""
+    with_loader: bool = True
+    """Measure also how fast the loader delivers, and how long training on an hour waits for it."""
+    loader: LoaderBench = LoaderBench(folder="runs/bench_data/loader")
+    """What of that is measured."""
     smoke: bool = False
     """Take a small clip, and require nothing."""
 
@@ -106,9 +114,19 @@ def bench(settings: DataBench) -> Outcome:
     found = {row["reader"]: row for row in rows if "error" not in row}
     ratios = {**_picture_ratios(found), **_feature_ratios(found, waveform, settings), **_growth(settings, clip)}
     faults = [] if settings.smoke else list(_faults(settings, ratios))
-    record = {"clip": settings.clip.name, "frames": settings.frames, "size": size, "readers": rows, **ratios}
-    tables: list[Table | str] = [_table(rows), _ratios_table(ratios), *faults]
-    return Outcome(record={**record, "faults": faults}, tables=tables, is_ok=not faults)
+    record: dict[str, Any] = {
+        "clip": settings.clip.name,
+        "frames": settings.frames,
+        "size": size,
+        "readers": rows,
+        **ratios,
+    }
+    tables: list[RenderableType] = [_table(rows), _ratios_table(ratios)]
+    if settings.with_loader:
+        loader = bench_loader.bench(replace(settings.loader, smoke=settings.smoke or settings.loader.smoke))
+        record["loader"], tables = loader.record, [*tables, *loader.tables]
+    is_ok = not faults and not (settings.with_loader and record["loader"]["faults"])
+    return Outcome(record={**record, "faults": faults}, tables=[*tables, *faults], is_ok=is_ok)
 
 
 def noise(seconds: int, folder: Path) -> Path:

@@ -62,8 +62,12 @@ class LoaderBench:
 
 
 def run(overrides: Sequence[str] = ()) -> Outcome:
+    """Measure with the settings written as key=value."""
+    return bench(build(LoaderBench, Source(), overrides))
+
+
+def bench(settings: LoaderBench) -> Outcome:
     """Write the clip, read it without a model, train on it, and tell rates and waits."""
-    settings = build(LoaderBench, Source(), overrides)
     if settings.smoke:
         settings = replace(settings, source=replace(settings.source, seconds=SMOKE_SECONDS))
     folder = Path(settings.folder) / settings.source.name
@@ -77,7 +81,7 @@ def run(overrides: Sequence[str] = ()) -> Outcome:
     if late > settings.max_waited and not settings.smoke:
         record["faults"] = [f"a rank waits {late:.1%} of its steps, at most {settings.max_waited:.0%} is allowed"]
     write_json(folder / "loader.json", record)
-    return Outcome(record=record, tables=[*_tables(record), *record["faults"]], is_ok=not record["faults"])
+    return Outcome(record=record, tables=_tables(record), is_ok=not record["faults"])
 
 
 def alone(settings: LoaderBench, base: RunConfig) -> dict[str, float]:
@@ -144,7 +148,7 @@ def _file(folder: Path, rank: int) -> Path:
     return folder / f"waited_{rank}.txt"
 
 
-def _tables(record: dict[str, Any]) -> list[Table]:
+def _tables(record: dict[str, Any]) -> list[Table | str]:
     alone, training = record["alone"], record["training"]
     rates = Table(title=f"loader alone, {record['clip']}", box=SIMPLE_HEAD)
     for name in alone:
@@ -156,4 +160,4 @@ def _tables(record: dict[str, Any]) -> list[Table]:
     for step, total in enumerate(training["step_seconds"]):
         waits.add_row(str(step), f"{total:.2f}", *(f"{own[step]:.3f}" for own in training["waited_seconds"]))
     waits.add_row("share", "", *(f"{share:.2%}" for share in training["waited_share"]))
-    return [rates, waits]
+    return [rates, waits, *record["faults"]]

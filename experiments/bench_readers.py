@@ -25,7 +25,7 @@ from data_pipelines.decode import decode_frames
 from data_pipelines.demux import read_index
 from data_pipelines.media import as_media_file as media
 from data_pipelines.media import demux, open_container
-from data_pipelines.sound import decode_audio
+from data_pipelines.sound import SoundReader
 from encoders.mel import log_mel_raw, needed
 from mmcp.registry import Registry
 from mmcp.sequence import HOP, SAMPLE_RATE
@@ -157,9 +157,8 @@ def sound_in_parts(file: str, **_: Any) -> np.ndarray:
     index = read_index(file, need=("audio",))
     begin, end = index.audio_samples
     parts = range(begin, end, PART_S * SAMPLE_RATE)
-    return np.array(
-        [np.abs(decode_audio(file, index, at, min(at + PART_S * SAMPLE_RATE, end)).samples).mean() for at in parts]
-    )
+    with SoundReader(file, index) as sound:
+        return np.array([np.abs(sound.read(at, min(at + PART_S * SAMPLE_RATE, end)).samples).mean() for at in parts])
 
 
 @READERS.register("PyAV, whole sound")

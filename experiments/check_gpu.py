@@ -21,13 +21,16 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
+from experiments.in_parts import InParts
 from mmcp.attention import GatedDeltaConfig, KernelisedConfig, LinearConfig, SoftmaxConfig
-from mmcp.attention.base import RowInfo, split_heads
+from mmcp.attention.base import HeadShare, RowInfo, split_heads
 from mmcp.attention.gpu import uses_flash_attn
+from mmcp.attention.pairs import Pairs
 from mmcp.masks import Mask
 from mmcp.parallel.collectives import all_reduce
 from mmcp.parallel.launch import launch
-from mmcp.parallel.mesh import MeshConfig, build_mesh, process_group
+from mmcp.parallel.mesh import Mesh, MeshConfig, build_mesh, process_group
+from mmcp.parallel.modes import MODES
 from mmcp.parallel.ulysses import Ulysses
 from mmcp.report.outcome import Outcome
 from mmcp.sharding.plan import ShardPlan
@@ -39,6 +42,7 @@ ROW = np.array([0, 300, 301, 512])
 PACKED = Mask(ROW, np.zeros((0, 2), dtype=np.int64))
 UNITS = Mask(ROW, np.array([[0, 40], [100, 180], [301, 330], [400, 512]]))
 TIMED_TOKENS, REPEATS = 16384, 5
+NCCL_MODES = ("ulysses", "ring", "allgather")
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Path:
     variant: Any
     mask: Mask
     dtype: torch.dtype
+    parts: int = 1
+    """Key parts whose answers are merged, as a ring does: 1 is the whole row at once."""
 
 
 PATHS = (
@@ -59,6 +65,11 @@ PATHS = (
     Path("FlexAttention, packed documents", "", SoftmaxConfig(), PACKED, torch.float32),
     Path("FlexAttention, prefix and units", "", SoftmaxConfig(), UNITS, torch.bfloat16),
     Path("FlexAttention, window and sink", "", SoftmaxConfig(window=50, sink=4), UNITS, torch.bfloat16),
+    Path("flash-attn, parts", "flash_attn", SoftmaxConfig(), PACKED, torch.bfloat16, 3),
+    Path("flash-attn, parts under prefix and units", "flash_attn", SoftmaxConfig(), UNITS, torch.bfloat16, 3),
+    Path("flash-attn, parts, window", "flash_attn", SoftmaxConfig(window=50), PACKED, torch.bfloat16, 3),
+    Path("FlexAttention, parts", "", SoftmaxConfig(), UNITS, torch.float32, 3),
+    Path("FlexAttention, parts, window and sink", "", SoftmaxConfig(window=50, sink=4), UNITS, torch.float32, 3),
     Path("fla, gated delta rule", "fla", GatedDeltaConfig(), PACKED, torch.bfloat16),
     Path("fla, gated delta rule", "fla", GatedDeltaConfig(), PACKED, torch.float32),
     Path("fla, fixed decay", "fla", LinearConfig(), PACKED, torch.bfloat16),
@@ -69,7 +80,7 @@ PATHS = (
 
 def run() -> Outcome:
     """Check every path that can run here; a success only when one could and none is wrong."""
-    rows = [check_path(path) for path in PATHS] + [check_nccl()]
+    rows = [check_path(path) for path in PATHS] + [check_nccl(mode) for mode in NCCL_MODES]
     ran = [row for row in rows if "skipped" not in row]
     return Outcome(record=rows, tables=[_table(rows)], is_ok=bool(ran) and all(row["ok"] for row in ran))
 
@@ -82,8 +93,8 @@ def check_path(path: Path) -> dict[str, Any]:
         return said | {"skipped": reason}
     device = torch.device("cuda")
     try:
-        error = largest_error(path.variant, path.mask, path.dtype, device)
-        milliseconds = timed(path.variant, path.dtype, device)
+        error = largest_error(path.variant, path.mask, path.dtype, device, parts=path.parts)
+        milliseconds = timed(path.variant, path.dtype, device, parts=path.parts)
     except Exception as failure:
         return said | {"ok": False, "error": None, "failed": f"{type(failure).__name__}: {failure}".splitlines()[0]}
     bound = BOUNDS.get(path.dtype, 1e-10)
@@ -99,12 +110,12 @@ def why_not(path: Path) -> str:
     takes_flash = isinstance(path.variant, SoftmaxConfig) and uses_flash_attn(
         path.mask.with_window(path.variant.window, path.variant.sink), path.dtype, HEAD_DIM
     )
-    if path.package == "" and takes_flash:
+    if path.package == "" and path.parts == 1 and takes_flash:
         return "flash-attn takes this mask"
     return ""
 
 
-def largest_error(variant: Any, mask: Mask, dtype: torch.dtype, device: torch.device) -> float:
+def largest_error(variant: Any, mask: Mask, dtype: torch.dtype, device: torch.device, *, parts: int = 1) -> float:
     """Return the largest error, output and gradients: |a - b| / max(|b|, 1e-3 |all gradients|), L2 norms."""
     (heads,) = split_heads(HEADS, KV_HEADS, 1)
     torch.manual_seed(0)
@@ -115,14 +126,16 @@ def largest_error(variant: Any, mask: Mask, dtype: torch.dtype, device: torch.de
     expected = core.double().reference(exact, mask, heads)
     wanted = torch.autograd.grad((expected * weight.double()).sum(), list(exact.values()))
     leaves = {name: x.detach().to(device).requires_grad_() for name, x in inputs.items()}
-    out = core.to(device, dtype)(leaves, row_of(mask), heads)
+    out = attend(core.to(device, dtype), leaves, row_of(mask), heads, parts)
     grads = torch.autograd.grad((out * weight.to(out)).sum(), list(leaves.values()))
     scale = 1e-3 * float(torch.stack([grad.norm() for grad in wanted]).norm())
     errors = [_error(out, expected, 0.0)] + [_error(*pair, scale) for pair in zip(grads, wanted, strict=True)]
     return max(errors)
 
 
-def timed(variant: Any, dtype: torch.dtype, device: torch.device, *, tokens: int = TIMED_TOKENS) -> float:
+def timed(
+    variant: Any, dtype: torch.dtype, device: torch.device, *, tokens: int = TIMED_TOKENS, parts: int = 1
+) -> float:
     """Return the milliseconds of one layer, forward and backward, on one causal document; the best of several."""
     (heads,) = split_heads(HEADS, KV_HEADS, 1)
     core = variant.build(heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM).to(device, dtype)
@@ -131,10 +144,19 @@ def timed(variant: Any, dtype: torch.dtype, device: torch.device, *, tokens: int
     for _ in range(REPEATS):
         _wait(device)
         start = time.perf_counter()
-        core(inputs, info, heads).sum().backward()
+        attend(core, inputs, info, heads, parts).sum().backward()
         _wait(device)
         best = min(best, time.perf_counter() - start)
     return 1e3 * best
+
+
+def attend(core: Any, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare, parts: int) -> Tensor:
+    """Attend to the row at once, or to parts of its keys whose answers are merged."""
+    if parts == 1:
+        return core(inputs, info, heads)
+    row = Pairs.whole(core.visible(info.mask))
+    hops = info.once(attend, lambda: tuple(Pairs(row.mask, row.queries, keys) for keys in split(row.keys, parts)))
+    return InParts.apply(inputs["q"], inputs["k"], inputs["v"], core, heads, hops)
 
 
 def drawn(core: Any, tokens: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -143,44 +165,52 @@ def drawn(core: Any, tokens: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return {t.name: torch.randn(tokens, count[t.heads], t.dim).to(dtype) for t in core.tensors}
 
 
-def row_of(mask: Mask, ranks: int = 1, rank: int = 0) -> RowInfo:
-    """Describe a row that `ranks` ranks share in equal parts."""
-    none: tuple[Any, ...] = ((),) * ranks
-    tokens = tuple(split(((0, mask.num_tokens),), ranks))
-    return RowInfo(mask, ShardPlan("even", 1, ranks, tokens, none, none, none, none, (), ()), rank)
+def row_of(mask: Mask, mesh: Mesh | None = None) -> RowInfo:
+    """Describe a row on one rank, or in equal parts on those of a mesh."""
+    ring, ulysses, rank = (mesh.ring.size, mesh.ulysses.size, mesh.cp.index) if mesh else (1, 1, 0)
+    none: tuple[Any, ...] = ((),) * (ring * ulysses)
+    tokens = tuple(split(((0, mask.num_tokens),), ring * ulysses))
+    return RowInfo(mask, ShardPlan("even", ring, ulysses, tokens, none, none, none, none, (), ()), rank)
 
 
-def check_nccl() -> dict[str, Any]:
-    """Run Ulysses over all GPUs of this machine; on a single one an exchange with itself."""
-    said = {"path": f"NCCL, {torch.cuda.device_count()} GPUs", "dtype": "float32"}
+def check_nccl(mode: str) -> dict[str, Any]:
+    """Run a mode over all GPUs of this machine; Ulysses on a single one is an exchange with itself."""
+    gpus = min(torch.cuda.device_count(), HEADS)
+    said = {"path": f"NCCL, {mode} on {gpus} GPUs", "dtype": "float32"}
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return said | {"skipped": "no CUDA device" if not torch.cuda.is_available() else "torch is built without NCCL"}
+    if gpus == 1 and mode != "ulysses":
+        return said | {"skipped": "one GPU is no ring"}
     try:
-        error = launch(nccl_error, min(torch.cuda.device_count(), HEADS))
+        error = launch(rank_error, gpus, mode, "cuda")
     except Exception as failure:
         return said | {"ok": False, "error": None, "failed": str(failure).splitlines()[0]}
     return said | {"ok": error < BOUNDS[torch.float32], "error": error, "bound": BOUNDS[torch.float32]}
 
 
-def nccl_error() -> float:
-    """Compare Ulysses on the GPUs of all ranks with the reference; every rank calls it."""
-    with process_group("cuda") as device:
-        mesh = build_mesh(MeshConfig(ulysses=dist.get_world_size()), device=device)
-        sent = torch.arange(4.0, device=device).repeat(mesh.cp.size)
+def rank_error(mode: str, device_type: str) -> float:
+    """Compare a mode on all ranks with the reference, output and gradients; every rank calls it."""
+    with process_group(device_type) as device:
+        ranks = dist.get_world_size()
+        axes = {"ulysses": ranks} if MODES[mode].is_flat else {"ring": ranks}
+        mesh = build_mesh(MeshConfig(**axes), device=device)
+        sent = torch.arange(4.0, device=device).repeat(ranks)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent)
-        assert torch.equal(received, sent), "an all-to-all of equal parts brings what was sent"
-        if mesh.cp.size == 1:
-            return 0.0
+        assert torch.equal(received.view(ranks, 4), sent.view(ranks, 4)), "an all-to-all of equal parts brings them"
         torch.manual_seed(0)
         core = SoftmaxConfig().build(heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
-        inputs = drawn(core, PACKED.num_tokens, torch.float32)
+        inputs = {name: x.requires_grad_() for name, x in drawn(core, PACKED.num_tokens, torch.float32).items()}
         expected = core.reference(inputs, PACKED, split_heads(HEADS, KV_HEADS, 1)[0])
-        info = row_of(PACKED, mesh.cp.size, mesh.cp.index)
+        wanted = torch.autograd.grad(expected.square().sum(), list(inputs.values()))
+        info = row_of(PACKED, mesh)
         mine = torch.from_numpy(info.plan.positions(mesh.cp.index))
-        layer = Ulysses(core, mesh, num_heads=HEADS, num_kv_heads=KV_HEADS)
-        out = layer({name: x[mine].to(device) for name, x in inputs.items()}, info)
-        error = torch.tensor(_error(out, expected[mine], 0.0), device=device)
+        layer = Ulysses(core, mesh, num_heads=HEADS, num_kv_heads=KV_HEADS, mode=mode)
+        leaves = {name: x.detach()[mine].to(device).requires_grad_() for name, x in inputs.items()}
+        out = layer(leaves, info)
+        grads = torch.autograd.grad(out.square().sum(), list(leaves.values()))
+        errors = [_error(got, want[mine], 0.0) for got, want in zip((out, *grads), (expected, *wanted), strict=True)]
+        error = torch.tensor(max(errors), device=device)
         return float(all_reduce(error, "max", group=mesh.cp, name="error"))
 
 

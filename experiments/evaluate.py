@@ -26,16 +26,17 @@ from experiments.pipeline import Document, Pipeline, PlannedStep, Samples, agree
 from experiments.runtime import run_runner
 from experiments.train_video_lm import with_ranks
 from mmcp.config import load
-from mmcp.generate import generate
+from mmcp.generate import GREEDY, Sampling, generate
 from mmcp.parallel.launch import launch
 from mmcp.parallel.mesh import build_mesh, device_type_for, process_group
 from mmcp.report.outcome import Outcome
 from mmcp.report.run import write_run_report
-from mmcp.sequence import Segment, TokenSequence
+from mmcp.sequence import TokenSequence
 from mmcp.training import checkpoint
 from mmcp.training.evaluate import Graded, grade
 from mmcp.training.run_folder import write_json
-from mmcp.training.step import StageClock, StepRunner, StepWork
+from mmcp.training.stage_clock import StageClock
+from mmcp.training.step import StepRunner, StepWork
 
 ROOM = 16  # tokens an answer may have
 
@@ -94,9 +95,18 @@ def reference(sample: Sample) -> str:
 class Answering:
     """A model on this rank that answers the questions of some shards; use as a context manager, on every rank."""
 
-    def __init__(self, settings: RunConfig, saved: Path, shards: Samples, *, blank: bool = False, room: int = ROOM):
+    def __init__(
+        self,
+        settings: RunConfig,
+        saved: Path,
+        shards: Samples,
+        *,
+        blank: bool = False,
+        room: int = ROOM,
+        sampling: Sampling = GREEDY,
+    ):
         self.settings, self.saved, self.shards = settings, saved, shards
-        self.blank, self.room = blank, room
+        self.blank, self.room, self.sampling = blank, room, sampling
         self.refused: list[str] = []
         """Samples that could not be laid out or read, and why."""
 
@@ -128,7 +138,7 @@ class Answering:
             yield from self._answers(step)
 
     def _plan(self, numbers: Sequence[int]) -> PlannedStep:
-        """Lay out questions with room for their answers, filled with the references as a first guess."""
+        """Lay out questions, without their answers."""
         documents = []
         for number in numbers:
             try:
@@ -140,21 +150,24 @@ class Answering:
     def _document(self, number: int) -> Document:
         sample, media = self.shards.load(number)
         sequence, _ = build_sequence(sample, media, self.settings.clip, rules=self.pipeline.rules, prompt=True)
-        prompt = [replace(segment, loss=False) for segment in sequence.segments]
-        draft = [*self.tokenizer.encode(reference(sample)), self.tokenizer.end][: self.room]
-        room = (*draft, *(self.tokenizer.end,) * (self.room - len(draft)))
-        answer = Segment(kind="text", ids=room, loss=True)
-        return Document(sample, media, TokenSequence((*prompt, answer)), ())
+        reference(sample)
+        return Document(
+            sample, media, TokenSequence(tuple(replace(part, loss=False) for part in sequence.segments)), ()
+        )
 
     def _answers(self, step: Loaded[PlannedStep]) -> Iterator[tuple[Document, str | None]]:
         work, messages = agree_on(collect(step), self.runner)
         self.refused += messages
         work = blanked(work, self.runner) if self.blank else work
-        rows = step.payload.documents
-        drafts = [[document.sequence.segments[-1].ids for document in row] for row in rows]
-        clock = StageClock(self.runner.device)
-        said = generate(self.runner, work, drafts, end=self.tokenizer.end, clock=clock)
-        for number, row in enumerate(rows):
+        said = generate(
+            self.runner,
+            work,
+            room=self.room,
+            end=self.tokenizer.end,
+            clock=StageClock(self.runner.device),
+            sampling=self.sampling,
+        )
+        for number, row in enumerate(step.payload.documents):
             void = work.void.get(number, frozenset())
             for i, document in enumerate(row):
                 yield document, None if i in void else self.tokenizer.decode(said[number][i])

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mmcp.parallel.collectives import all_reduce
-from mmcp.training.step import StageClock, StepRunner, StepWork
+from mmcp.training.stage_clock import StageClock
+from mmcp.training.step import StepRunner, StepWork
 
 LIMITS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 3e-2}
 """Largest error that still counts as equal, by type of the computation."""

@@ -35,7 +35,7 @@ from mmcp.sharding.balance import COSTS
 from mmcp.sharding.ranges import size
 from mmcp.training.metrics import read_metrics
 from mmcp.training.run_folder import open_run_folder, write_json
-from mmcp.training.step import STAGES
+from mmcp.training.stage_clock import STAGES
 
 VARIANTS = {
     "softmax": (SoftmaxConfig(),),

@@ -1,12 +1,15 @@
 """From what a user names to one row that can be planned: a clip, a sample of shards or of a manifest, a run."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from data_pipelines.clip import build_sequence
-from data_pipelines.examine import examine
+from data_pipelines.clip import build_sequence, explain_sequence
+from data_pipelines.examine import Media, examine
+from data_pipelines.explain import KeptUnit
 from data_pipelines.manifest import Item, RowError, Sample, read_lines
 from data_pipelines.media import MediaFile
 from data_pipelines.prepare import check_row
@@ -27,28 +30,36 @@ class Row:
     sequence: TokenSequence | None
     """None when only its plan is left."""
     facts: dict[str, str]
+    reasons: tuple[dict[str, Any], ...] | None = None
+    """Why each unit is there, as JSON values; None where that was not asked for."""
 
 
-def find_row(source: str, settings: RunConfig, *, sample: int | None = None) -> Row:
+def find_row(source: str, settings: RunConfig, *, sample: int | None = None, explain: bool = False) -> Row:
     """Lay out a clip, or sample number `sample` (None: the first) of a manifest (.jsonl) or of shards.
 
+    explain: also say why each unit is there
     Raises ValueError for what is none of these or cannot be used.
     """
     path = Path(source)
     if path.is_file() and path.suffix.lower() == ".jsonl":
-        return _sample_row(_manifest_sample(path, sample or 0), 0, settings)
+        return _sample_row(_manifest_sample(path, sample or 0), 0, settings, explain=explain)
     if not path.is_file() or path.suffix.lower() == ".tar":
-        return _sample_row(ShardSet.open(source), sample or 0, settings)
+        return _sample_row(ShardSet.open(source), sample or 0, settings, explain=explain)
     if sample is not None:
         raise ValueError(f"--sample {sample}: '{source}' is one clip; leave the option out, or name a manifest")
-    return _sample_row(_clip_sample(path), 0, settings)
+    return _sample_row(clip_sample(path), 0, settings, explain=explain)
 
 
-def run_row(folder: str, settings: RunConfig, *, sample: int | None = None) -> Row:
-    """Lay out the first row of a run's first step, or one sample of its training data."""
+def run_row(folder: str, settings: RunConfig, *, sample: int | None = None, explain: bool = False) -> Row:
+    """Lay out the first row of a run's first step, or one sample of its training data.
+
+    explain: also say why each unit is there; of one sample only
+    """
+    if explain and sample is None:
+        raise ValueError(f"--explain: the first step of '{folder}' packs several samples; name one with --sample N")
     shards = settings.data.open_train()
     if sample is not None:
-        return _sample_row(shards, sample, settings)
+        return _sample_row(shards, sample, settings, explain=explain)
     numbers = shards.order(settings.seed).take(settings.data.documents_per_step)
     step = _pipeline(settings, shards).plan(numbers)
     if not step.documents:
@@ -59,12 +70,13 @@ def run_row(folder: str, settings: RunConfig, *, sample: int | None = None) -> R
     return Row(f"{Path(folder).resolve().name}, first step", row, {**facts, **_content(row)})
 
 
-def _sample_row(samples: Samples, number: int, settings: RunConfig) -> Row:
+def _sample_row(samples: Samples, number: int, settings: RunConfig, *, explain: bool) -> Row:
     """Lay out one sample as a row of its own."""
     if not 0 <= number < len(samples):
         raise ValueError(f"--sample {number}: there are {len(samples)} samples, numbered from 0")
     sample, media = samples.load(number)
-    sequence, report = build_sequence(sample, media, settings.clip, rules=_pipeline(settings, samples).rules)
+    rules = _pipeline(settings, samples).rules
+    sequence, report = build_sequence(sample, media, settings.clip, rules=rules)
     budget = report.budget
     facts = {
         "sample": sample.id,
@@ -76,7 +88,30 @@ def _sample_row(samples: Samples, number: int, settings: RunConfig) -> Row:
         facts["reduced"] = f"{'; '.join(budget.reduced)} (the finest setting needs {budget.full_tokens:,} tokens)"
     if report.without_sound:
         facts["no sound in"] = ", ".join(report.without_sound)
-    return Row(sample.id, sequence, facts)
+    row = Row(sample.id, sequence, facts)
+    if not explain:
+        return row
+    kept = explain_sequence(sample, media, settings.clip, rules=rules)
+    return replace(row, reasons=tuple(_reason(unit, media) for unit in kept))
+
+
+def _reason(kept: KeptUnit, media: Mapping[str, Media]) -> dict[str, Any]:
+    """Say why a unit is there, and when each of its frames is shown."""
+    clip = media[kept.source].clip
+    frames = dict.fromkeys(kept.unit.items) if kept.kind == "video" else ()
+    times = [float(clip.frame_time(frame)) for frame in frames] if clip is not None else []
+    place, tokens = kept.next_upgrade or (None, None)
+    return {
+        **({"times_s": times} if times else {}),
+        "halvings": kept.halvings,
+        "enlargements": kept.enlargements,
+        "lead": kept.lead,
+        "next_upgrade": place,
+        "next_tokens": tokens,
+        "upgrades_taken": kept.taken,
+        "upgrades": kept.upgrades,
+        "why": kept.why,
+    }
 
 
 def _pipeline(settings: RunConfig, samples: Samples) -> Pipeline:
@@ -94,10 +129,10 @@ def _manifest_sample(manifest: Path, number: int) -> OneSample:
     if isinstance(checked, RowError):
         raise checked
     sample, media = checked
-    return OneSample(sample, {item.file.path: item for item in media})
+    return OneSample(sample, {str(item.file): item for item in media})
 
 
-def _clip_sample(path: Path) -> OneSample:
+def clip_sample(path: Path) -> OneSample:
     """Put a clip into a conversation of its own. Raises MediaError."""
     name, kind = str(path), KIND_OF.get(path.suffix.lower().removeprefix("."), "video")
     media = examine(kind, MediaFile(name))

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from mmcp.report.figures import save_comparison, save_shards
 from mmcp.report.outcome import Outcome
-from mmcp.report.shards import View, write_shard_report
+from mmcp.report.shards import Shown, View, write_shard_report
 from mmcp.report.terminal import balance_table, comparison_table, facts_grid
 from mmcp.sharding.compare import missed_targets, plan_workloads
+from mmcp.sharding.layout import UNCAPPED
 from mmcp.sharding.strategies import STRATEGIES
 from mmcp.sharding.workloads import WORKLOADS, reference_mesh
 
@@ -22,6 +23,7 @@ def run(
     ranks: int | None = None,
     strategy: str | None = None,
     compare: bool = False,
+    cap_bytes: int = UNCAPPED,
     html: Path | None = None,
     png: Path | None = None,
 ) -> Outcome:
@@ -38,16 +40,18 @@ def run(
     number = DEFAULT_RANKS if ranks is None else ranks
     mesh = reference_mesh(number)
     names = tuple(sorted(STRATEGIES)) if compare else (strategy or "balanced",)
-    planned = list(plan_workloads(workload, number, strategies=names))
+    cap = UNCAPPED if compare else cap_bytes
+    planned = list(plan_workloads(workload, number, strategies=names, cap=cap))
     records = [each.record for each in planned]
     facts = {"workload": workload, "model": records[0]["model"], "mesh": f"ring={mesh[0]} x ulysses={mesh[1]}"}
     if html:
         views = [View(each.record, each.plan) for each in planned]
-        write_shard_report(html, views, title=workload, facts=facts, sequence=planned[0].sequence)
+        shown = Shown(sequence=planned[0].sequence, costs=planned[0].costs, cap_bytes=cap_bytes)
+        write_shard_report(html, views, title=workload, facts=facts, shown=shown)
     if png and compare:
         save_comparison(png, records)
     elif png:
-        save_shards(png, records[0])
+        save_shards(png, records[0], planned[0].plan, mask=planned[0].costs.mask)
     tables = [facts_grid(facts), *(table for record in records for table in _headed(record))]
     tables += [comparison_table(records)] if compare and workload != "all" else []
     tables += [facts_grid({"written": str(file)}) for file in (html, png) if file]

@@ -29,7 +29,8 @@ from mmcp.parallel.mesh import Mesh, MeshConfig, build_mesh, process_group
 from mmcp.sequence import NO_LABEL, Segment, TokenSequence
 from mmcp.sharding.cost import Rates
 from mmcp.training.media import MediaInputs
-from mmcp.training.step import StageClock, StepRunner, StepWork
+from mmcp.training.stage_clock import StageClock
+from mmcp.training.step import StepRunner, StepWork
 
 BLOCK_NAMES = {
     "input_layernorm": "mixer_norm",
@@ -108,7 +109,7 @@ def load_runner(settings: Namespace, mesh: Mesh) -> tuple[StepRunner, dict[str, 
             ours[names[name]].copy_(tensor)
     wrap_attention(model, mesh)
     compute = torch.bfloat16 if settings.dtype == "bf16" else None
-    shard_parameters(model, mesh, units=model.backbone.blocks, compute_dtype=compute)
+    shard_parameters(model, mesh, units=model.units, compute_dtype=compute)
     media = MediaInputs({}, finish=finish, silence=SILENCE, reduce_max=lambda values: values, device=mesh.device)
     model.train()
     return StepRunner(model, mesh, media=media, positions=backbone.positions_of, device=mesh.device), names

@@ -28,8 +28,9 @@ from mmcp.sharding.cost import RowCosts, row_costs
 from mmcp.sharding.ranges import as_indices
 from mmcp.sharding.step import StepPlan
 from mmcp.training.kept import KeptUnits
+from mmcp.training.stage_clock import StageClock
 from mmcp.training.status import exchange_status
-from mmcp.training.step import StageClock, StepRunner, StepWork
+from mmcp.training.step import StepRunner, StepWork
 from mmcp.training.train import LoadedStep
 
 JOB_UNITS = 128  # units decoded by one job at most, so that several workers can share a long clip
@@ -216,7 +217,7 @@ def collect(loaded: Loaded[PlannedStep]) -> LoadedStep:
     arrays: dict[int, dict[int, np.ndarray]] = {}
     faults: dict[tuple[int, int], str] = {}
     kept: dict[int, KeptUnits] = {}
-    seconds, frames, notes = 0.0, 0, []
+    seconds, frames, notes, decoded = 0.0, 0, [], []
     for job, result in loaded.results:
         key = job.key
         if isinstance(result, WorkerError):
@@ -229,6 +230,7 @@ def collect(loaded: Loaded[PlannedStep]) -> LoadedStep:
         arrays.setdefault(key.row, {}).update(found)
         seconds, frames = seconds + header["seconds"], frames + header["frames"]
         notes += header["notes"]
+        decoded.append((header["began"], header["seconds"]))
     return LoadedStep(
         step=loaded.step,
         work=StepWork(loaded.payload.plan, arrays, kept=kept),
@@ -238,6 +240,7 @@ def collect(loaded: Loaded[PlannedStep]) -> LoadedStep:
         decode_s=seconds,
         waited_s=loaded.waited_s,
         frames_decoded=frames,
+        decoded=tuple(decoded),
         reduced=tuple(
             f"sample '{document.sample.id}': {'; '.join(document.notes)}"
             for row in loaded.payload.documents

@@ -18,7 +18,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from data_pipelines.prepare import Prepared, prepare
+from data_pipelines.prepare import Prepared, damaged_files, prepare
 from mmcp.report.outcome import Outcome
 
 LINE_S = 10.0
@@ -53,16 +53,35 @@ def run(
     for name in ("rows", "accepted", "rejected", "shards", "media"):
         table.add_column(name, justify="right")
     table.add_row(*(str(getattr(found, name)) for name in ("rows", "accepted", "rejected", "shards", "media")))
-    notes = _first_rejects(found) if found.rejected else []
-    return Outcome(record=asdict(found), tables=[table, *map(Text, notes)], is_ok=skip_bad or found.rejected == 0)
+    told = [*(_first_rejects(found) if found.rejected else []), *_counted(found)]
+    return Outcome(record=asdict(found), tables=[table, *map(Text, told)], is_ok=skip_bad or found.rejected == 0)
 
 
 def _first_rejects(found: Prepared) -> list[str]:
-    """Say why rows were rejected, a line each, and where the rest is told."""
+    """Say why rows were rejected, a line each with the file, and where the rest is told."""
     with open(found.rejects, encoding="utf-8") as file:
         rejects = [json.loads(line) for line in islice(file, SHOWN)]
-    lines = [f"rejected: row {reject['row']}: {reject['reason']}" for reject in rejects]
+    lines = [
+        f"rejected: row {reject['row']}: {reject['file'] and printable(reject['file']) + ': '}{reject['reason']}"
+        for reject in rejects
+    ]
     return [*lines, f"{found.rejected} rejected rows with their reasons: {found.rejects}"]
+
+
+def _counted(found: Prepared) -> list[str]:
+    """Say what was taken although something is wrong with it."""
+    damaged = islice(damaged_files(Path(found.rejects).parent), SHOWN if found.notes else 0)
+    lines = [f"damaged: {printable(file)}: {'; '.join(notes)}" for file, notes in damaged]
+    if found.notes:
+        lines.append(f"{found.notes} media files are damaged and were taken as far as they go")
+    if found.replaced:
+        lines.append(f"{found.replaced} characters that are half of a pair became U+FFFD")
+    return lines
+
+
+def printable(name: str) -> str:
+    """A file's name, whatever bytes and line ends are in it, on one line of a terminal."""
+    return name.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n").replace("\r", "\\r")
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,53 @@ from mmcp.parallel.collectives import all_gather_json
 from mmcp.parallel.mesh import Mesh
 from mmcp.sharding.balance import Balance, balance, inspect_record
 from mmcp.sharding.cost import row_costs
+from mmcp.sharding.predict import step_ns_by_rank
 from mmcp.sharding.step import StepPlan
 from mmcp.training.metrics import MetricsWriter, rss_mb
 from mmcp.training.run_folder import write_json
+from mmcp.training.stage_clock import BACKBONE
+from mmcp.training.timeline import TimelineWriter
 from mmcp.training.train import Counters, LoadedStep
 
 REDUCED_SHOWN = 3  # samples told by name to be seen less finely than asked; the others are counted
 
 
+def in_seconds(nanoseconds: Mapping[str, int], update_ns: int) -> dict[str, float]:
+    """Name what a rank is predicted to take as it is measured: the backbone's stages also together, and the update."""
+    priced = {**nanoseconds, "optimizer": update_ns, "total": nanoseconds["total"] + update_ns}
+    priced["backbone"] = sum(priced[stage] for stage in BACKBONE)
+    return {stage: each / 1e9 for stage, each in priced.items()}
+
+
+def ratios(measured: Mapping[str, float], predicted: Mapping[str, float]) -> dict[str, float | None]:
+    """Measured over predicted seconds by stage; None where nothing is predicted."""
+    return {stage: round(measured[stage] / each, 4) if each else None for stage, each in predicted.items()}
+
+
 class RunLog:
-    """Log of one run, used by every rank as a context manager; rank 0 writes."""
+    """Log of one run, used by every rank as a context manager; rank 0 writes.
+
+    num_updated: numbers of the parameters that this rank keeps and trains
+    """
 
     def __init__(
-        self, settings: RunConfig, folder: Path, mesh: Mesh, *, pipeline: Pipeline, counters: Counters, start: int
+        self,
+        settings: RunConfig,
+        folder: Path,
+        mesh: Mesh,
+        *,
+        pipeline: Pipeline,
+        counters: Counters,
+        start: int,
+        num_updated: int,
     ):
         self.folder, self.mesh, self.planner, self.counters = folder, mesh, pipeline.planner, counters
         self.is_writer = mesh.rank == 0
         self.told: set[str] = set()
         self.num_reduced = 0
         self.start, self.total = start, settings.optim.total_steps
+        self.num_updated = num_updated
+        self.timelines = TimelineWriter(folder, every=settings.train.timeline_every)
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         shown = [TextColumn(column) if isinstance(column, str) else column for column in columns]
         self.progress = Progress(*shown, console=Console(stderr=True), disable=not self.is_writer)
@@ -41,6 +70,8 @@ class RunLog:
         self.progress.start()
         self.task = self.progress.add_task("train", total=self.total, completed=self.start)
         self.writer = MetricsWriter(self.folder, resume_step=self.start) if self.is_writer else None
+        if self.is_writer:
+            self.timelines.forget(self.start)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -52,6 +83,9 @@ class RunLog:
     def step(self, metrics: dict[str, Any], loaded: LoadedStep) -> None:
         """Write one step's line; every rank calls it, since each tells its memory and its damage."""
         told = {"rss_mb": rss_mb(), "notes": sorted(set(loaded.notes) - self.told)}
+        timeline = metrics.pop("timeline")
+        if self.timelines.wants(loaded.step):
+            told["timeline"] = timeline
         self.told.update(loaded.notes)
         ranks = all_gather_json(told, group=self.mesh.world, name="log")
         if not self.writer:
@@ -67,11 +101,13 @@ class RunLog:
         flops = sum(cost.total_flops for cost in costs) * self.planner.costs.passes
         metrics |= {
             "flops_per_second": flops / seconds,
-            "predicted": self._predicted(balances),
+            **self._compared(plan, balances, metrics),
             "imbalance": balances[0].imbalance if balances else {},
             "rss_mb": [rank["rss_mb"] for rank in ranks],
         }
         self.writer.write(metrics)
+        if "timeline" in told:
+            self.timelines.write(loaded.step, [rank["timeline"] for rank in ranks])
         if loaded.step == self.start and balances:
             self._write_plan(plan, balances[0])
         self._show(loaded.step + 1, metrics)
@@ -85,18 +121,18 @@ class RunLog:
             ends = "" if left is None else f"  {left:.0f} s left"
             print(f"{told}  step {done} of {self.total}{ends}", file=sys.stderr, flush=True)
 
-    def _predicted(self, balances: list[Balance]) -> dict[str, float]:
-        """Seconds of the slowest rank by stage, as the plans price them, summed over the step's rows."""
+    def _compared(self, plan: StepPlan, balances: list[Balance], metrics: dict[str, Any]) -> dict[str, Any]:
+        """Seconds by stage as the plans price them, of the slowest rank and of each, and the measured over these."""
         costs = self.planner.costs
-        stages = {"decode": 0, "encode": 0, "backbone": 0, "loss": 0, "total": 0}
-        for each in balances:
-            backbone = [sum(pair) for pair in zip(each.linear_flops, each.attention_flops, strict=True)]
-            stages["decode"] += max(each.decode_ns)
-            stages["encode"] += costs.ns(max(each.encoder_flops))
-            stages["backbone"] += costs.ns(max(backbone))
-            stages["loss"] += costs.ns(max(each.label_rows) * costs.label_flops)
-            stages["total"] += each.step_ns
-        return {stage: nanoseconds / 1e9 for stage, nanoseconds in stages.items()}
+        update_ns = self.num_updated * costs.rates.update_ns_per_million // 1_000_000
+        predicted = [in_seconds(own, update_ns) for own in step_ns_by_rank(plan, balances, costs)]
+        slowest = {stage: max(own[stage] for own in predicted) for stage in predicted[0]}
+        return {
+            "predicted": slowest,
+            "predicted_by_rank": predicted,
+            "ratio": ratios(metrics["seconds"], slowest),
+            "ratio_by_rank": [ratios(*pair) for pair in zip(metrics["seconds_by_rank"], predicted, strict=True)],
+        }
 
     def _priced(self, plan: StepPlan) -> tuple[list, list[Balance]]:
         """Price the step's rows."""

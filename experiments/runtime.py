@@ -3,6 +3,9 @@
 from typing import cast
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from encoders.mel import SILENCE, finish
 from experiments.base import ModelConfig, RunConfig, build_model
@@ -41,8 +44,8 @@ def make_runner(
         model.to(mesh.device)
     parts.freeze(model)
     wrap_attention(model, mesh)
-    units = [*model.backbone.blocks, *dict.fromkeys(model.encoders.values())]
-    shard_parameters(model, mesh, units=units, compute_dtype=compute_dtype)
+    shard_parameters(model, mesh, units=model.units, compute_dtype=compute_dtype)
+    register_fsdp_forward_method(model, "predict")
     materialise(model, mesh.device)
     if model_config.pretrained and not is_filled_later:
         fill(model, ModelFolder.open(model_config.pretrained))
@@ -69,3 +72,9 @@ def run_runner(settings: RunConfig, mesh: Mesh, *, vocabulary: int, is_filled_la
         parts=settings.parts,
         is_filled_later=is_filled_later,
     )
+
+
+def num_updated(model: nn.Module) -> int:
+    """Count the numbers of the parameters that train, of those that this rank keeps."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in trained)

@@ -16,17 +16,18 @@ import torch
 from data_pipelines.mixture import Mixture
 from data_pipelines.sampler import OrderState
 from data_pipelines.workers import WorkerPool, tells_of_death
-from experiments.base import RunConfig
+from experiments.base import RunConfig, default_rates
 from experiments.check_run import check
 from experiments.features import keep_features
 from experiments.pipeline import Pipeline, collect, held_out_loss, read_steps
 from experiments.run_log import RunLog
-from experiments.runtime import run_runner
+from experiments.runtime import num_updated, run_runner
 from mmcp.config import as_values, dump, load
 from mmcp.parallel.launch import launch
 from mmcp.parallel.mesh import Mesh, build_mesh, device_type_for, process_group
 from mmcp.parallel.stop import StopRequest
 from mmcp.report.run import write_run_report
+from mmcp.sharding.cost import Rates
 from mmcp.training import checkpoint
 from mmcp.training.parts import part_of
 from mmcp.training.run_folder import open_run_folder, write_setup
@@ -55,6 +56,8 @@ def run(
 ) -> None:
     """Check everything that can be checked, then train. Raises ValueError for what cannot work, before any work."""
     settings = with_ranks(load(RunConfig, config, overrides), ranks)
+    if resume:
+        settings = with_saved_rates(settings)
     check(settings, file=config.resolve(), resume=resume)
     if dry_run:
         print(dump(settings), end="")
@@ -76,6 +79,17 @@ def with_ranks(settings: RunConfig, ranks: int | None) -> RunConfig:
             f"ring={mesh.ring}; give a multiple of {others}, or set mesh.* to match"
         )
     return replace(settings, mesh=replace(mesh, ulysses=ranks // others))
+
+
+def with_saved_rates(settings: RunConfig) -> RunConfig:
+    """Keep the rates that a run was planned with, so that its plans do not depend on the machine it goes on on.
+
+    Rates that were given, and differ, are left as they are: `restore` refuses them.
+    """
+    found = checkpoint.latest(Path(settings.folder) / "checkpoints")
+    if found is None or settings.rates != default_rates():
+        return settings
+    return replace(settings, rates=Rates(**checkpoint.read_state(found)["config"]["rates"]))
 
 
 @contextmanager
@@ -125,7 +139,15 @@ def train_on(
         stack.callback(pool.close)
         planner = settings.planner(tokenizer.vocab_size)
         pipeline = Pipeline(settings, tokenizer, shards, planner, encoders=keep_features(settings, runner))
-        log = RunLog(settings, folder, mesh, pipeline=pipeline, counters=counters, start=start)
+        log = RunLog(
+            settings,
+            folder,
+            mesh,
+            pipeline=pipeline,
+            counters=counters,
+            start=start,
+            num_updated=num_updated(runner.model),
+        )
         stack.enter_context(log)
         order = shards.order(settings.seed)
         trainer = Trainer(

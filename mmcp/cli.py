@@ -169,6 +169,10 @@ def _ask(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("question", metavar="QUESTION", help="what to ask about the clip")
     parser.add_argument("--video", type=Path, required=True, metavar="FILE", help="the clip")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="draw the answer at this temperature (0: no draw)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw; the same on any number of ranks")
     _add_ranks(parser)
     _add_json(parser)
 
@@ -185,13 +189,24 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
         help="YAML file of a model and its token budget (default: the run's, else long_clips.yaml)",
     )
     parser.add_argument("--sample", type=int, metavar="N", help="which sample of SOURCE, from 0")
+    parser.add_argument("--budget", type=int, metavar="N", help="tokens it may have (default: the config's)")
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="context-parallel ranks to plan for (default: the config's)"
     )
     parser.add_argument("--strategy", metavar="NAME", help="how tokens are shared out (default: the config's)")
     parser.add_argument("--compare", action="store_true", help="plan with every strategy")
+    parser.add_argument(
+        "--cap-bytes",
+        type=int,
+        metavar="N",
+        help="most resident bytes of a rank (default: the config's; 0: any number)",
+    )
+    parser.add_argument("--explain", action="store_true", help="say for each frame why it was kept, when and where")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page that works offline")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also write a figure")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="of a run: its steps for Perfetto or chrome://tracing"
+    )
     _add_json(parser)
 
 

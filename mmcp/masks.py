@@ -254,22 +254,23 @@ def _above(start: int, stop: int) -> tuple[int, int, int, int, int, int]:
 
 def _both_ways_blocks(sequence: TokenSequence) -> np.ndarray:
     blocks: list[tuple[int, int]] = []
-    unit = 0
+    unit, bounds, offsets = 0, sequence.unit_ranges.tolist(), sequence.offsets.tolist()
+    before = -1  # the document of the last token so far
     prefix_of = -1  # the document whose leading prefix is still open, as blocks[-1]
-    for number, segment in enumerate(sequence.segments):
+    for segment, start, stop in zip(sequence.segments, offsets, offsets[1:], strict=False):
         _check(segment)
-        start, stop = int(sequence.offsets[number]), int(sequence.offsets[number + 1])
-        units = sequence.unit_ranges[unit : unit + len(segment.units)]
+        units = bounds[unit : unit + len(segment.units)]
         unit += len(segment.units)
         if start == stop:
             continue
-        leads = start == 0 or sequence.documents[start - 1] != segment.document
+        leads = before != segment.document
+        before = segment.document
         in_prefix = segment.attends == "prefix" and (leads or prefix_of == segment.document)
         prefix_of = segment.document if in_prefix else -1
         if in_prefix:
             blocks.append((blocks.pop()[0] if not leads else start, stop))
         elif segment.attends == "both":
-            blocks += [(int(a), int(b)) for a, b in units if a < b]
+            blocks += [(a, b) for a, b in units if a < b]
     return np.array(blocks, dtype=np.int64).reshape(-1, 2)
 
 

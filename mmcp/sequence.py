@@ -128,12 +128,17 @@ class TokenSequence:
     @cached_property
     def documents(self) -> np.ndarray:
         """[s] int64: the document of each token."""
-        return self.per_token(np.array([segment.document for segment in self.segments], dtype=np.int64))
+        return self.per_token(self._segment_documents)
+
+    @cached_property
+    def _segment_documents(self) -> np.ndarray:
+        return np.array([segment.document for segment in self.segments], dtype=np.int64)
 
     @cached_property
     def document_bounds(self) -> np.ndarray:
         """[documents + 1] int64: first token of each non-empty document, then the number of tokens (cu_seqlens)."""
-        starts = np.flatnonzero(np.diff(self.documents, prepend=-1)) if self.num_tokens else np.zeros(0, np.int64)
+        is_filled, documents = np.diff(self.offsets) > 0, self._segment_documents
+        starts = self.offsets[:-1][is_filled][np.diff(documents[is_filled], prepend=-1) != 0]
         return np.concatenate([starts, [self.num_tokens]]).astype(np.int64)
 
     @cached_property
@@ -153,7 +158,13 @@ class TokenSequence:
     @cached_property
     def label_positions(self) -> np.ndarray:
         """[labels] int64: positions that carry a label, ascending."""
-        return np.flatnonzero(self.labels != NO_LABEL)
+        is_trained = np.array([segment.loss and segment.kind == "text" for segment in self.segments], dtype=bool)
+        is_first = np.isin(self.offsets[:-1], self.document_bounds)  # its first token follows none of its document
+        spans = np.stack([self.offsets[:-1] - 1 + is_first, self.offsets[1:] - 1], axis=1)[is_trained]
+        spans = spans[spans[:, 1] > spans[:, 0]]
+        lengths = spans[:, 1] - spans[:, 0]
+        before = np.cumsum(lengths) - lengths
+        return np.repeat(spans[:, 0] - before, lengths) + np.arange(int(lengths.sum()))
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:

@@ -175,6 +175,15 @@ class SoftmaxAttention(Attention):
         grad, out: [sq, h, d], in the inputs' type  lse: [sq, h]   of the answer merged over all keys
         """
 
+    @abstractmethod
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, readable: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Attend from one new token to kept keys, outside autograd.
+
+        q: [h, d]  k, v: [k, n, d]   all heads of the layer
+        readable: [n] bool  which keys count; None: all
+        returns out [h, d] and lse [h], in float32 or the inputs' type, whichever is wider; 0 and -inf without a key
+        """
+
 
 class RecurrentAttention(Attention):
     """A variant that reads in order: a run of tokens changes the state by an affine map.
@@ -230,6 +239,18 @@ class RecurrentAttention(Attention):
 
         states: [runs, h, d_k, d_v]  of no effect on a run that begins a document
         returns [n, query heads present, out_dim]
+        """
+
+    @abstractmethod
+    def decode(
+        self, inputs: dict[str, Tensor], halo: dict[str, Tensor], states: Tensor, heads: HeadShare
+    ) -> tuple[Tensor, Tensor]:
+        """Read one more token of each of n documents, outside autograd.
+
+        inputs: one [n, heads present, dim] per entry of `tensors`
+        halo: one [n, halo, heads present, dim] per entry, the tokens before these, 0 before their document
+        states: [n, h, d_k, d_v]  after the tokens before
+        returns [n, query heads present, out_dim] and the states after, [n, h, d_k, d_v]
         """
 
     def forward(self, inputs: dict[str, Tensor], info: RowInfo, heads: HeadShare) -> Tensor:

@@ -161,6 +161,17 @@ def decayed_state(
     return _DecayedState.apply(k, v, log_decay, index, runs.groups)
 
 
+def decayed_step(q: Tensor, k: Tensor, v: Tensor, states: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """Run the recurrence for one token of each of n documents, outside autograd.
+
+    q, k: [n, h, d_k]  v: [n, h, d_v]  states: [n, h, d_k, d_v] before  decay: [h], g of each head
+    returns [n, h, d_v] and the states after, in the type of the states
+    """
+    q, k, v = (x.to(states.dtype) for x in (q, k, v))
+    after = torch.addcmul(decay[:, None, None] * states, k[..., None], v[..., None, :])
+    return (q[..., None, :] @ after)[..., 0, :] / math.sqrt(q.shape[-1]), after
+
+
 def run_decay(mask: Mask, runs: Ranges, log_decay: Tensor) -> Tensor:
     """Return what is left of the state before each run after it: [runs, h] float64, 0 where a document begins."""
     lengths = torch.tensor([stop - start for start, stop in runs], dtype=torch.float64, device=log_decay.device)

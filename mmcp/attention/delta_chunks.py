@@ -79,6 +79,32 @@ def gated_delta_state(
     return after
 
 
+def gated_delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    strength: Tensor,
+    states: Tensor,
+    *,
+    key_of_value: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence for one token of each of n documents, outside autograd.
+
+    q, k: [n, k, d_k]  v: [n, h, d_v]  log_decay, strength: [n, h, 1]  states: [n, h, d_k, d_v] before
+    returns [n, h, d_v] and the states after, in the type of the states
+    """
+    index, kind = list(key_of_value), states.dtype
+    q, k = (
+        x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+        for x in (q[:, index].to(kind), k[:, index].to(kind))
+    )
+    states = states * log_decay.to(kind).exp()[..., None]
+    news = strength.to(kind) * (v.to(kind) - (k[..., None, :] @ states)[..., 0, :])
+    states = torch.addcmul(states, k[..., None], news[..., None, :])
+    return (q[..., None, :] @ states)[..., 0, :] / math.sqrt(q.shape[-1]), states
+
+
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, Tensor]:

@@ -27,8 +27,8 @@ from mmcp.attention.base import (
 )
 from mmcp.attention.blocks import by_blocks
 from mmcp.attention.chunks import runs_of
-from mmcp.attention.delta_chunks import NORM_EPS, gated_delta, gated_delta_state
-from mmcp.attention.short_convolution import edges_of, short_convolution
+from mmcp.attention.delta_chunks import NORM_EPS, gated_delta, gated_delta_state, gated_delta_step
+from mmcp.attention.short_convolution import convolved_step, edges_of, short_convolution
 from mmcp.config import config
 from mmcp.masks import Mask
 from mmcp.sharding.ranges import Ranges
@@ -179,10 +179,31 @@ class GatedDelta(RecurrentAttention):
             runs=runs_of(info, runs, self.settings.chunk, v),
         )
 
-        def norm(x: Tensor, weight: Tensor) -> Tensor:
-            return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), self.settings.norm_eps).to(v.dtype)
+        return by_blocks(lambda x, weight: self._normed(x, weight).to(v.dtype), out, self.norm)
 
-        return by_blocks(norm, out, self.norm)
+    @torch.no_grad()
+    def decode(
+        self, inputs: dict[str, Tensor], halo: dict[str, Tensor], states: Tensor, heads: HeadShare
+    ) -> tuple[Tensor, Tensor]:
+        """q, k: [n, k, d]  v: [n, h, d]  gates: [n, h, 1]  states: [n, h, d, d]  ->  [n, h, d], states after."""
+        mixed = {
+            name: convolved_step(inputs[name], self.filters[name][_present(heads, owner)], halo[name])
+            for name, owner in CONVOLVED.items()
+        }
+        gates = self._gates(inputs, heads)
+        out, states = gated_delta_step(
+            mixed["q"],
+            mixed["k"],
+            mixed["v"],
+            gates["decay"],
+            gates["strength"],
+            states,
+            key_of_value=heads.kv_of_query,
+        )
+        return self._normed(out, self.norm).to(inputs["v"].dtype), states
+
+    def _normed(self, out: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(out, out.shape[-1:], weight.to(out.dtype), self.settings.norm_eps)
 
     def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
         """Run `reference` with this layer's parameters."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmcp.attention.base import ATTENTION, HeadShare, RecurrentAttention, RecurrentVariant, RowInfo, qkv_tensors
 from mmcp.attention.blocks import by_blocks
-from mmcp.attention.chunks import decayed_attention, decayed_state, run_decay, runs_of
+from mmcp.attention.chunks import decayed_attention, decayed_state, decayed_step, run_decay, runs_of
 from mmcp.attention.feature_maps import FEATURE_MAPS
 from mmcp.config import config
 from mmcp.masks import Mask
@@ -102,6 +102,16 @@ class Kernelised(RecurrentAttention):
             runs=runs_of(info, runs, self.settings.chunk, q),
         )
         return by_blocks(lambda block: (block[..., :-1] / block[..., -1:]).to(inputs["v"].dtype), sums)
+
+    @torch.no_grad()
+    def decode(
+        self, inputs: dict[str, Tensor], halo: dict[str, Tensor], states: Tensor, heads: HeadShare
+    ) -> tuple[Tensor, Tensor]:
+        """q: [n, h, d]  k, v: [n, k, d]  states: [n, h, d, d + 1]  ->  [n, h, d], states after."""
+        kv = list(heads.kv_of_query)
+        q, k, v = self._features(inputs["q"]), self._features(inputs["k"])[:, kv], _with_one(inputs["v"])[:, kv]
+        sums, states = decayed_step(q, k, v, states, torch.ones(len(kv), dtype=states.dtype, device=q.device))
+        return (sums[..., :-1] / sums[..., -1:]).to(inputs["v"].dtype), states
 
     def _features(self, x: Tensor) -> Tensor:
         """Return f(x) in float32 or wider: one near 0 must not round to it."""

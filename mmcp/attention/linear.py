@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmcp.attention.base import ATTENTION, HeadShare, RecurrentAttention, RecurrentVariant, RowInfo, qkv_tensors
 from mmcp.attention.blocks import by_blocks
-from mmcp.attention.chunks import decayed_attention, decayed_state, run_decay, runs_of
+from mmcp.attention.chunks import decayed_attention, decayed_state, decayed_step, run_decay, runs_of
 from mmcp.attention.feature_maps import FEATURE_MAPS
 from mmcp.config import config
 from mmcp.masks import Mask
@@ -112,6 +112,17 @@ class Linear(RecurrentAttention):
             runs=runs_of(info, runs, self.settings.chunk, q),
         )
         return by_blocks(lambda x: F.rms_norm(x, x.shape[-1:], eps=self.settings.norm_eps).to(q.dtype), out)
+
+    @torch.no_grad()
+    def decode(
+        self, inputs: dict[str, Tensor], halo: dict[str, Tensor], states: Tensor, heads: HeadShare
+    ) -> tuple[Tensor, Tensor]:
+        """q: [n, h, d]  k, v: [n, k, d]  states: [n, h, d, d]  ->  [n, h, d], states after."""
+        kv = list(heads.kv_of_query)
+        q, k, v = self._features(inputs["q"]), self._features(inputs["k"])[:, kv], inputs["v"][:, kv]
+        decay = self._log_decay(heads, q.device).exp().to(states.dtype)
+        out, states = decayed_step(q, k, v, states, decay)
+        return F.rms_norm(out, out.shape[-1:], eps=self.settings.norm_eps).to(inputs["q"].dtype), states
 
     def _features(self, x: Tensor) -> Tensor:
         name = self.settings.feature_map

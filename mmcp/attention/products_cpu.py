@@ -34,7 +34,7 @@ def backward_by_products(
     """
     group, wide = q.shape[1] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
     grad_q, grad_k, grad_v = (torch.empty_like(x, dtype=wide) for x in (q, k, v))
-    tokens = max(1, BLOCK_ROWS // group)
+    tokens, scale = max(1, BLOCK_ROWS // group), 1 / math.sqrt(q.shape[-1])
     for head in range(k.shape[1]):
         heads, keys = slice(head * group, (head + 1) * group), _Keys.of(k[:, head], v[:, head])
         for start in range(0, len(q), tokens):
@@ -42,10 +42,9 @@ def backward_by_products(
             queries = _Queries.of(*(x[rows, heads] for x in (grad, q, out, lse)))
             for block in _blocks(rows.start, rows.stop, len(k), causal=causal):
                 _add_block(queries, keys, block)
-            grad_q[rows, heads] = queries.grad.view(-1, group, q.shape[-1])
-        keys.write(grad_k[:, head], grad_v[:, head])
-    scale = 1 / math.sqrt(q.shape[-1])
-    return grad_q.mul_(scale), grad_k.mul_(scale), grad_v
+            torch.mul(queries.grad.view(-1, group, q.shape[-1]), scale, out=grad_q[rows, heads])
+        keys.write(grad_k[:, head], grad_v[:, head], scale)
+    return grad_q, grad_k, grad_v
 
 
 @dataclass(frozen=True)
@@ -131,11 +130,12 @@ class _Keys:
         sums = scoring.new_zeros(2, -(-len(k) // BLOCK_KEYS), k.shape[1], BLOCK_KEYS)
         return cls(scoring, grading, plain, *sums)
 
-    def write(self, grad_k: Tensor, grad_v: Tensor) -> None:
-        """Write the sums, [sk, d] each."""
-        for sums, grad in ((self.grad_k, grad_k), (self.grad_v, grad_v)):
-            for cell, rows in zip(sums, grad.split(BLOCK_KEYS), strict=True):
-                rows.copy_(cell[:, : len(rows)].T)
+    def write(self, grad_k: Tensor, grad_v: Tensor, scale: float) -> None:
+        """Write the sums, [sk, d] each, that of the keys times `scale`."""
+        for cell, rows in zip(self.grad_k, grad_k.split(BLOCK_KEYS), strict=True):
+            torch.mul(cell[:, : len(rows)].T, scale, out=rows)
+        for cell, rows in zip(self.grad_v, grad_v.split(BLOCK_KEYS), strict=True):
+            rows.copy_(cell[:, : len(rows)].T)
 
 
 def _add_block(queries: _Queries, keys: _Keys, block: _Block) -> None:

@@ -105,6 +105,18 @@ class Softmax(SoftmaxAttention):
             return gpu_partial_backward(grad, q, k, v, out, lse, pairs, heads.kv_of_query)
         return partial_attention_backward(grad, q, k, v, out, lse, pairs.tiling, head_runs(heads.kv_of_query))
 
+    @torch.no_grad()
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, readable: Tensor | None) -> tuple[Tensor, Tensor]:
+        """q: [h, d]  k, v: [k, n, d]  readable: [n] bool  ->  out [h, d], lse [h]."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        queries = q.unflatten(0, (len(k), -1)) / math.sqrt(q.shape[-1])
+        scores = (queries @ k.mT).to(wide)  # [k, h/k, n]
+        if readable is not None:
+            scores = scores.masked_fill(~readable, -torch.inf)
+        lse = scores.logsumexp(-1)
+        weights = torch.exp(scores - lse.clamp(min=torch.finfo(wide).min)[..., None])
+        return (weights.to(v.dtype) @ v).to(wide).flatten(0, 1), lse.flatten()
+
     def reference(self, inputs: dict[str, Tensor], mask: Mask, heads: HeadShare) -> Tensor:
         """Run `reference` under this layer's window."""
         return reference(inputs, self.visible(mask), heads)

@@ -25,6 +25,10 @@ class LMHead(nn.Module):
         """
         return _SummedCrossEntropy.apply(rows, self.weight, labels, chunk)
 
+    def logits(self, rows: Tensor) -> Tensor:
+        """rows: [l, e] -> [l, vocabulary], in float32 or the rows' type, whichever is wider."""
+        return (rows @ self.weight.T).to(torch.promote_types(rows.dtype, torch.float32))
+
     @torch.no_grad()
     def most_likely(self, rows: Tensor, *, chunk: int = 1024) -> Tensor:
         """rows: [l, e] -> [l] int64: the id with the largest logit, the smallest such id on a tie."""
@@ -55,7 +59,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
             grad_logits[torch.arange(len(target), device=target.device), target] -= 1
             grad_logits = grad_logits.mul_(counted[:, None]).to(rows.dtype)
             grad_rows[start : start + chunk] = grad_logits @ weight
-            if grad_weight is not None:
+            if grad_weight is not None and grad_weight.dtype == part.dtype:
+                grad_weight.addmm_(grad_logits.T, part)
+            elif grad_weight is not None:
                 grad_weight += grad_logits.T @ part
         ctx.save_for_backward(grad_rows, None if grad_weight is None else grad_weight.to(weight.dtype))
         return total

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmcp.attention.base import HeadShape, HeadTensor, LocalAttention, RowInfo, Variant, split_heads
 from mmcp.model.gated_product import gated_product
-from mmcp.model.rotary import rotate
+from mmcp.model.rotary import rotate_
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
 
@@ -108,13 +108,14 @@ class AttentionLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, info: RowInfo) -> Tensor:
         """x: [s/cp, e]  cos, sin: [s/cp, d/2]  ->  [s/cp, e]."""
-        inputs = {
-            spec.name: rearrange(self.project[spec.name](x), "s (h d) -> s h d", d=spec.dim) for spec in self.tensors
-        }
-        for name, norm in self.norm.items():
-            inputs[name] = norm(inputs[name])
-        if self.rotary:
-            inputs |= {name: rotate(inputs[name], cos, sin) for name in "qk"}
+        inputs = {}
+        for spec in self.tensors:
+            rows = self.project[spec.name](x)
+            if spec.name in self.norm:
+                rows = self.norm[spec.name](rearrange(rows, "s (h d) -> s h d", d=spec.dim))
+            if self.rotary and spec.name in ("q", "k"):
+                rows = rotate_(rows, cos, sin, head_dim=spec.dim)
+            inputs[spec.name] = rows.view(len(x), rows.shape[1:].numel() // spec.dim, spec.dim)
         mixed = rearrange(self.attention(inputs, info), "s h d -> s (h d)")
         if self.gate is not None:
             mixed = mixed * self.gate_activation(self.gate(x))

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from mmcp.model.rope_scaling import RopeScaling
 
+BLOCK_TOKENS = 256  # turned at a time
+
 
 def frequency_axes(num_frequencies: int, sections: tuple[int, ...], interleaved: bool) -> np.ndarray:
     """Say which position axis turns each frequency: [d/2] int64; no sections: all are turned by axis 0."""
@@ -52,33 +54,53 @@ class Rotary:
         return (angles.cos() * amplitude).to(wide), (angles.sin() * amplitude).to(wide)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each head by the position of its token; keeps nothing but the tables for backward.
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, *, head_dim: int) -> Tensor:
+    """Turn each head by the position of its token, in place; keeps nothing but the tables for backward.
 
-    x: [s/cp, heads, at least d]  cos, sin: [s/cp, d/2]   returns x's shape and type
+    x: [s/cp, heads * head_dim] or [s/cp, heads, head_dim]  contiguous, no view, kept by nobody for backward
+    cos, sin: [s/cp, at most head_dim / 2]
+    returns x
     """
-    return _Rotate.apply(x, cos, sin)
+    return _Rotate.apply(x, cos, sin, head_dim)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
+        ctx.head_dim = head_dim
+        ctx.mark_dirty(x)
+        heads = x.view(_heads(x, head_dim))
+        _turn(heads, cos, sin, out=heads)
+        return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin), None, None
+        turned = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+        heads = _heads(grad, ctx.head_dim)
+        _turn(grad.reshape(heads), cos, -sin, out=turned.view(heads))
+        return turned, None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    turned = 2 * cos.shape[-1]
-    out[..., turned:] = x[..., turned:]
-    first, second = x[..., :turned].to(cos.dtype).chunk(2, dim=-1)
-    out_first, out_second = out[..., :turned].chunk(2, dim=-1)
+def _heads(x: Tensor, head_dim: int) -> tuple[int, int, int]:
+    """Shape of the heads of each token; there may be no token."""
+    return len(x), x.shape[1:].numel() // head_dim, head_dim
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:
+    """Write turned heads to `out`, which may be x, a few tokens at a time, to stay in the cache.
+
+    x, out: [s/cp, heads, head_dim]
+    """
+    half = cos.shape[-1]
+    if out is not x:
+        out[..., 2 * half :] = x[..., 2 * half :]
     cos, sin = cos[:, None], sin[:, None]
-    out_first.copy_((first * cos).addcmul_(second, sin, value=-1))
-    out_second.copy_((second * cos).addcmul_(first, sin))
-    return out
+    for start in range(0, len(x), BLOCK_TOKENS):
+        rows = slice(start, start + BLOCK_TOKENS)
+        first, second = x[rows, :, : 2 * half].to(cos.dtype).split(half, dim=-1)
+        turned_first = (first * cos[rows]).addcmul_(second, sin[rows], value=-1)
+        turned_second = (second * cos[rows]).addcmul_(first, sin[rows])
+        out[rows, :, :half] = turned_first
+        out[rows, :, half : 2 * half] = turned_second

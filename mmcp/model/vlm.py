@@ -62,13 +62,19 @@ class VideoLM(nn.Module):
         if tied_head:
             self.head.register_parameter("weight", self.embedding.get_parameter("weight"))
 
-    def encode(self, calls: Sequence[tuple]) -> Tensor:
+    @property
+    def units(self) -> list[nn.Module]:
+        """Parts whose parameters may be gathered one at a time: blocks, encoders, an embedding that is not the head."""
+        is_tied = self.embedding.weight is self.head.weight
+        return [*self.backbone.blocks, *dict.fromkeys(self.encoders.values()), *([] if is_tied else [self.embedding])]
+
+    def encode(self, calls: Sequence[tuple], text: Tensor) -> Tensor:
         """Run the planned encoder calls: (kind, input) or (kind, input, kept features). Returns [n_r, e].
 
-        Inputs may hold 0 units.
+        Inputs may hold 0 units. text: [t, e]  gives the type when there is no call
         """
         rows = [self.encoders[kind](*inputs) for kind, *inputs in calls]
-        return torch.cat(rows) if rows else self.embedding.weight.new_zeros(0, self.embedding.weight.shape[1])
+        return torch.cat(rows) if rows else text.new_zeros(0, text.shape[1])
 
     def forward(self, row: RankRow, calls: Sequence[tuple], exchange: RowExchange) -> tuple[Tensor, Tensor, Tensor]:
         """Encode, route, interleave, run the backbone, score this rank's label rows.
@@ -76,10 +82,19 @@ class VideoLM(nn.Module):
         Returns the sum of the label rows' token losses (a scalar), in evaluation mode the most likely id of each [l],
         and the final hidden states [s/cp, e].
         """
-        media = exchange.to_owners(self.encode(calls))
+        rows, hidden = self._rows(row, calls, exchange)
+        return self.head(rows, row.labels), row.labels[:0] if self.training else self.head.most_likely(rows), hidden
+
+    @torch.no_grad()
+    def predict(self, row: RankRow, calls: Sequence[tuple], exchange: RowExchange) -> Tensor:
+        """Run the row as `forward` does; return the logits of the rows that reach this rank's head, [l, vocabulary]."""
+        return self.head.logits(self._rows(row, calls, exchange)[0])
+
+    def _rows(self, row: RankRow, calls: Sequence[tuple], exchange: RowExchange) -> tuple[Tensor, Tensor]:
+        """Return the hidden states to score here, [l, e], and those of this rank's tokens, [s/cp, e]."""
         text = self.embedding(row.ids)
+        media = exchange.to_owners(self.encode(calls, text))
         hidden = text.new_zeros(row.num_tokens, text.shape[1])
         hidden = hidden.index_copy(0, row.text, text).index_copy(0, row.media, media.to(text.dtype))
         hidden = self.backbone(hidden, row.positions, row.info)
-        rows = exchange.to_scorers(hidden)
-        return self.head(rows, row.labels), row.labels[:0] if self.training else self.head.most_likely(rows), hidden
+        return exchange.to_scorers(hidden), hidden

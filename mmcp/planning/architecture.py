@@ -46,14 +46,15 @@ class Architecture:
         return _dense_block_parameters(_single(self.backbone, variant)) + mixture
 
     @property
-    def outer_parameters(self) -> int:
-        """Count the parameters outside of blocks: embedding, head, final norm."""
-        return self.backbone.width * (self.vocabulary * (1 if self.tied else 2) + 1)
+    def root_parameters(self) -> int:
+        """Count the parameters that stay gathered: head, which a tied embedding is, and final norm."""
+        return self.backbone.width * (self.vocabulary + 1)
 
     @property
     def parameters(self) -> int:
         """Count all parameters."""
-        return self.outer_parameters + sum(map(self.block_parameters, self.backbone.variants))
+        embedding = 0 if self.tied else self.backbone.width * self.vocabulary
+        return embedding + self.root_parameters + sum(map(self.block_parameters, self.backbone.variants))
 
     def block_flops(self, variant: AttentionConfig) -> int:
         """Forward FLOPs of one token in the matrix products of one block; attention itself is `variant.flops`."""

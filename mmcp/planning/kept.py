@@ -11,6 +11,7 @@ g tokens that it attends from after trading heads (n without):
     output         n h d e                  what the output projection reads, where attention has not kept it
     gate           n h d e x 2 or 3         what multiplies it (sigmoid: once, silu: twice) and the product
     mlp            n E e                    its input: the rest is made again, a few tokens at a time
+                   4 n F e more             with biases
 
 Rotary tables are shared by all layers, weights are counted elsewhere.
 """
@@ -158,10 +159,12 @@ def kept_by_block(architecture: Architecture, place: AttentionPlace) -> Kept:
 def mlp_kept(architecture: Architecture, tokens: int, element: int) -> int:
     """Bytes that the MLP of one block keeps of some tokens, beside its input: nothing where there is but one.
 
+    With biases it keeps the maps' results, the gate's activation and their product.
     With experts each token's row is copied to every expert it takes and back, and the router's choice is kept.
     """
     if not architecture.experts:
-        return 0
+        settings = architecture.backbone
+        return 4 * tokens * settings.mlp_width * element if settings.mlp_bias else 0
     return tokens * (
         2 * architecture.mlps * architecture.backbone.width * element + architecture.experts * max(element, 4)
     )

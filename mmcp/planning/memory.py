@@ -189,8 +189,8 @@ def _static(
 ) -> dict[str, int]:
     """Bytes of parameters, gradients and moments.
 
-    FSDP2 keeps the root unit (embedding, head, final norm) gathered, and of the others the one at work and the next;
-    a unit's gradients are in the type of the computation until they are summed in the wide one.
+    FSDP2 keeps the root unit (head, final norm) gathered, and of the others the one at work and the next; a unit's
+    gradients are in the type of the computation until they are summed in the wide one.
     """
     total = architecture.parameters + encoder_parameters
     shard = ceil(total / shards) * numbers.master
@@ -198,7 +198,7 @@ def _static(
         return {"parameters": shard, "gradients": shard, "optimizer": 2 * shard, "host": 0}
     blocks = [architecture.block_parameters(variant) for variant in set(architecture.backbone.variants)]
     unit = max(*blocks, largest_encoder)
-    gathered = (architecture.outer_parameters + 2 * unit) * numbers.compute
+    gathered = (architecture.root_parameters + 2 * unit) * numbers.compute
     reducing = unit * (numbers.compute + numbers.wide)
     if policy.offload_optimizer:
         return {"parameters": gathered, "gradients": reducing, "optimizer": 0, "host": 4 * shard}

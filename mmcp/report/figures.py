@@ -6,13 +6,16 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import EngFormatter
 
+from mmcp.masks import Mask
+from mmcp.report.layout_figure import draw_exchanges, draw_ribbon
 from mmcp.report.numbers import decimate, is_number
 from mmcp.report.palette import BLUE, GREY, MODALITY, SERIES, VERMILION
 from mmcp.report.terminal import COLUMNS, COST_OF, ratios
 from mmcp.sequence import KINDS
+from mmcp.sharding.plan import ShardPlan
 
 MARKERS_BELOW = 60  # points up to which each is marked; a single point would else be invisible
 
@@ -75,11 +78,21 @@ def save_bars(
     _finish(path, figure, axes, is_empty=not (groups and names), has_legend=True)
 
 
-def save_shards(path: Path, record: Mapping) -> None:
+def save_shards(path: Path, record: Mapping, plan: ShardPlan, *, mask: Mask | None = None) -> None:
+    """Draw a plan: ribbon, tokens and every cost of each rank, rows moved, label rows and, where known, the mask."""
+    figure = Figure(figsize=(12, 13), layout="constrained")
+    FigureCanvasAgg(figure)
+    bands = np.asarray(figure.subfigures(3, 1, height_ratios=[2.2, 6, 4]))
+    draw_ribbon(bands[0], plan)
+    _draw_work(bands[1], record)
+    draw_exchanges(bands[2], plan, mask)
+    figure.suptitle(_plain(f"{record['strategy']}: {record['tokens']:,} tokens on {record['ranks']} ranks"))
+    _save(path, figure)
+
+
+def _draw_work(figure: SubFigure, record: Mapping) -> None:
     """Draw tokens by modality and every cost of each rank of an `inspect` record, the mean dashed."""
     per_rank = record["per_rank"]
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(2, 5).flatten()
     below = np.zeros(len(per_rank))
     for kind in KINDS:
@@ -99,8 +112,6 @@ def save_shards(path: Path, record: Mapping) -> None:
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.suptitle(_plain(f"{record['strategy']}: {record['tokens']:,} tokens on {record['ranks']} ranks"))
-    _save(path, figure)
 
 
 def save_comparison(path: Path, records: Sequence[Mapping]) -> None:

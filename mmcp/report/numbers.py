@@ -22,6 +22,20 @@ def short(value: object) -> str:
     return str(value) if isinstance(value, int) else f"{value:.3g}"
 
 
+def ticks(top: float) -> dict[str, list]:
+    """Return the marks of an axis from 0 to `top` and what is written at them: at most five, with prefixes.
+
+    ticks(4.1e15) -> {"tickvals": [0, 1e15, 2e15, 3e15, 4e15], "ticktext": ["0", "1P", "2P", "3P", "4P"]}
+    """
+    if top <= 0:
+        return {"tickvals": [0], "ticktext": ["0"]}
+    rough = top / 4
+    size = 10 ** math.floor(math.log10(rough))
+    step = next(factor * size for factor in (1, 2, 2.5, 5, 10) if factor * size >= rough)
+    values = [number * step for number in range(int(top / step) + 1)]
+    return {"tickvals": values, "ticktext": [short(float(value)) for value in values]}
+
+
 def finite(points: Iterable[tuple[object, object]]) -> tuple[np.ndarray, np.ndarray]:
     """Keep the points that have two finite numbers: x and y, float64."""
     kept = [(float(x), float(y)) for x, y in points if is_number(x) and is_number(y)]

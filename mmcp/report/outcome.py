@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +21,10 @@ class Outcome:
     """Whether the exit code is 0."""
 
     def show(self, *, as_json: bool) -> None:
-        """Print to the standard output; progress and messages go to the standard error."""
+        """Print to the standard output, a line of text as one line; progress and messages go to the standard error."""
         if as_json:
             print(json.dumps(self.record, indent=2, allow_nan=False))
         else:
-            Console().print(*self.tables, sep="\n")
+            console = Console()
+            for table in self.tables:
+                console.print(table, soft_wrap=isinstance(table, str | Text))

@@ -5,5 +5,7 @@ BLUE, ORANGE, GREEN, PINK, SKY, VERMILION = "#0072B2", "#E69F00", "#009E73", "#C
 GREY = "#8A8A8A"
 
 MODALITY = {"text": PINK, "image": GREEN, "video": BLUE, "audio": ORANGE}
+PATTERN = {"text": "", "image": "x", "video": "", "audio": "/"}
+"""Hatching beside the colour, in plotly's letters."""
 SERIES = (BLUE, ORANGE, GREEN, PINK, SKY, VERMILION)
-RANKS = "Cividis"  # plotly's name of a scale from blue to yellow, even in lightness
+SCALE = "Cividis"  # plotly's name of a scale from blue to yellow, even in lightness

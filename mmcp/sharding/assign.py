@@ -12,6 +12,7 @@ import numpy as np
 
 from mmcp.sharding.cost import RowCosts
 from mmcp.sharding.cut import cut_runs
+from mmcp.sharding.dear import dear_apart
 from mmcp.sharding.evenness import Evenness
 from mmcp.sharding.groups import Groups, latest_first, whole_groups
 from mmcp.sharding.ranges import Ranges, part_of
@@ -25,17 +26,20 @@ MOST_PAIRS = 1024
 """Pairs of (unit, rank) pairs up to which two units are moved at once."""
 
 
-def assign_units(costs: RowCosts, tokens: tuple[Ranges, ...], starts: np.ndarray, *, unit_cap: int = 0) -> np.ndarray:
+def assign_units(
+    costs: RowCosts, tokens: tuple[Ranges, ...], starts: np.ndarray, *, unit_cap: int = 0, uneven_ns: int = 0
+) -> np.ndarray:
     """Return [u] int64: the rank of each unit, near its tokens where that keeps the work even.
 
     tokens: per rank, the global positions it holds
     starts: [u] int64  first token of each unit
     unit_cap: most resident bytes of the units of one rank; 0: any number
+    uneven_ns: what attention adds to the step over its even share
     """
     holders, ranks = part_of(tokens, starts), len(tokens)
     if ranks == 1 or not costs.num_units:
         return holders
-    evenness = Evenness(costs, ranks, unit_cap)
+    evenness = Evenness(costs, ranks, unit_cap, uneven_ns)
     order = _in_token_order(holders, ranks)
     turns = np.argsort(order)[holders]
     targets = np.cumsum(np.bincount(turns, minlength=ranks))[:-1]
@@ -50,14 +54,24 @@ def _evened(evenness: Evenness, runs: np.ndarray, holders: np.ndarray) -> np.nda
     if not any(least[0]):
         return best
     groups = Groups(costs)
-    for start in (whole_groups(evenness, groups, holders), runs, latest_first(evenness, groups)):
-        if start is None or (not any(least[0]) and least[1] <= FEW_ROUTED):
-            continue
+    for start in _starts(evenness, groups, runs, holders):
         parts = Refine(evenness, groups, start, holders).run()
         score = evenness.score(parts), routed_percent(costs, parts, holders)
         if score < least:
             best, least = parts, score
+        if not any(least[0]) and least[1] <= FEW_ROUTED:
+            break
     return _polish(evenness, best) if evenness.costs.num_units * evenness.num_ranks <= FEW_MOVES else best
+
+
+def _starts(evenness: Evenness, groups: Groups, runs: np.ndarray, holders: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield layouts to start from, those that fit any row first."""
+    yield whole_groups(evenness, groups, holders)
+    yield runs
+    for layout in (latest_first, dear_apart):
+        start = layout(evenness, groups)
+        if start is not None:
+            yield start
 
 
 def routed_percent(costs: RowCosts, ranks: np.ndarray, holders: np.ndarray) -> int:

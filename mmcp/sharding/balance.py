@@ -5,14 +5,15 @@ row once) divided by the ranks, never the plan's own mean: doing things twice ne
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from mmcp.sequence import KINDS, TokenSequence
+from mmcp.sharding.attention_work import attention_work
 from mmcp.sharding.cost import RowCosts
-from mmcp.sharding.pairs import slowest_hops
 from mmcp.sharding.plan import ShardPlan
-from mmcp.sharding.ranges import even_bounds, flat, overlapping, pieces, size
+from mmcp.sharding.ranges import flat, overlapping, pieces, size
 
 COSTS = ("decode", "encode", "linear", "attention", "labels", "memory")
 
@@ -29,6 +30,8 @@ class Balance:
     encoder_flops: list[int]
     linear_flops: list[int]
     attention_flops: list[int]
+    attention_ns: list[int]
+    """Of attention, without waiting for other ranks."""
     label_rows: list[int]
     routed: list[list[int]]
     """[ranks][ranks]: embedding rows that rank i encodes and rank j holds."""
@@ -37,12 +40,14 @@ class Balance:
     """Token ranges."""
     imbalance: dict[str, float]
     """Per entry of COSTS: slowest rank / (least total / ranks); 1.0 when there is no such work."""
+    compute_ns: int
+    """Of the compute stages, each waiting for its slowest rank."""
     step_ns: int
     """Step time of the plan: decoding of the next batch beside the compute stages, each waiting for its slowest."""
     least_step_ns: int
     """The same with every stage at its least mean."""
 
-    @property
+    @cached_property
     def routed_rows(self) -> list[int]:
         """Per rank: embedding rows that leave it."""
         return [sum(row) - row[rank] for rank, row in enumerate(self.routed)]
@@ -61,7 +66,7 @@ def balance(sequence: TokenSequence, plan: ShardPlan, costs: RowCosts) -> Balanc
     encoder_flops = _sum_by(encoders, costs.flops[encode_units], ranks)
     labels = [size(part) for part in plan.scored]
     resident = costs.resident(plan.decode, plan.lengths, labels).tolist()
-    attention, attention_ns = _attention(plan, costs)
+    attention, attention_ns, slowest_attention_ns = attention_work(costs, plan.group_tokens, plan.ulysses)
     linear = [tokens * model.linear_flops for tokens in plan.lengths]
     work = {
         "decode": (decode_ns.tolist(), costs.least_decoding[0]),
@@ -71,8 +76,8 @@ def balance(sequence: TokenSequence, plan: ShardPlan, costs: RowCosts) -> Balanc
         "labels": (labels, costs.num_labels),
         "memory": (resident, costs.total_bytes),
     }
-    stages = sum(model.ns(max(work[name][0])) for name in ("encode", "linear"))
-    stages += model.ns(max(labels) * model.label_flops) + attention_ns
+    stages = sum(model.ns(max(work[name][0]), name) for name in ("encode", "linear"))
+    stages += model.ns(max(labels) * model.label_flops, "loss") + slowest_attention_ns
     return Balance(
         by_modality=_tokens_by_modality(sequence, plan),
         decode_ns=decode_ns.tolist(),
@@ -80,12 +85,14 @@ def balance(sequence: TokenSequence, plan: ShardPlan, costs: RowCosts) -> Balanc
         encoder_flops=encoder_flops.tolist(),
         linear_flops=linear,
         attention_flops=attention,
+        attention_ns=attention_ns,
         label_rows=labels,
         routed=_routed(plan, encode_units, encoders),
         bytes=resident,
         fragments=[len(part) for part in plan.tokens],
         imbalance={name: _ratio(max(each), least, ranks) for name, (each, least) in work.items()},
-        step_ns=max(int(decode_ns.max()) // model.rates.decoders, stages),
+        compute_ns=stages,
+        step_ns=model.rates.step_ns(int(decode_ns.max()), stages),
         least_step_ns=costs.least_step_ns(ranks),
     )
 
@@ -117,23 +124,6 @@ def inspect_record(plan: ShardPlan, result: Balance, *, plan_ms: float) -> dict:
         "plan_ms": plan_ms,
         "digest": plan.digest,
     }
-
-
-def _attention(plan: ShardPlan, costs: RowCosts) -> tuple[list[int], int]:
-    """Return the FLOPs of each rank, and the nanoseconds that attention takes, ring stages hop by hop."""
-    flops, nanoseconds = [0] * plan.ranks, 0
-    held = [size(group) for group in plan.group_tokens]
-    for layer, pairs in zip(costs.model.layers, costs.group_pairs(plan.group_tokens), strict=True):
-        is_flat = layer.mode == "ulysses"
-        heads = np.diff(even_bounds(layer.heads, plan.ranks if is_flat else plan.ulysses)).tolist()
-        by_group = list(zip(pairs.sum(axis=1).tolist(), held, strict=True))
-        groups = [(int(pairs.sum()), plan.num_tokens)] if is_flat else by_group
-        each = [layer.flops(share, *group) for group in groups for share in heads]
-        hops = slowest_hops(pairs) if layer.mode == "ring" else 0
-        slowest = layer.flops(max(heads), hops, max(held)) if layer.mode == "ring" else max(each)
-        flops = [before + more for before, more in zip(flops, each, strict=True)]
-        nanoseconds += costs.model.ns(slowest)
-    return flops, nanoseconds
 
 
 def _tokens_by_modality(sequence: TokenSequence, plan: ShardPlan) -> list[dict[str, int]]:

@@ -4,6 +4,7 @@ import numpy as np
 
 from mmcp.sequence import TokenSequence
 from mmcp.sharding.assign import FEW_ROUTED, assign_units, routed_percent
+from mmcp.sharding.attention_work import attention_work
 from mmcp.sharding.cost import RowCosts
 from mmcp.sharding.layout import STRATEGIES, UNCAPPED, Shape, complete, even_scorers, num_ranks
 from mmcp.sharding.members import even_bytes, head_and_body, lighten
@@ -40,17 +41,26 @@ def _laid(
     their group's tokens each."""
     starts = sequence.unit_ranges[:, 0]
     tokens = lay_tokens(sequence.document_bounds, mesh, costs, needs)
-    encoders = assign_units(costs, tokens, starts, unit_cap=unit_cap)
+    groups = tuple(union(tokens[first : first + mesh[1]]) for first in range(0, len(tokens), mesh[1]))
+    uneven_ns = _uneven_attention_ns(costs, groups, mesh[1])
+    encoders = assign_units(costs, tokens, starts, unit_cap=unit_cap, uneven_ns=uneven_ns)
     routed = routed_percent(costs, encoders, part_of(tokens, starts))
     if routed <= FEW_ROUTED or int(starts[0]) * LONG_HEAD < costs.num_tokens:
         return tokens, encoders, True
-    groups = tuple(union(tokens[first : first + mesh[1]]) for first in range(0, len(tokens), mesh[1]))
     mixed = head_and_body(groups, mesh[1], int(starts[0]))
     if max(map(len, mixed)) > needs.max_ranges:
         return tokens, encoders, True
-    other = assign_units(costs, mixed, starts, unit_cap=unit_cap)
+    other = assign_units(costs, mixed, starts, unit_cap=unit_cap, uneven_ns=uneven_ns)
     is_better = routed_percent(costs, other, part_of(mixed, starts)) < routed
     return (mixed, other, False) if is_better else (tokens, encoders, True)
+
+
+def _uneven_attention_ns(costs: RowCosts, groups: tuple[Ranges, ...], ulysses: int) -> int:
+    """Nanoseconds that attention takes over its even share; none on a ring of one, whatever the tokens' layout."""
+    if len(groups) == 1:
+        return 0
+    _, own_ns, all_ns = attention_work(costs, groups, ulysses)
+    return max(0, all_ns - sum(own_ns) // len(own_ns))
 
 
 def _unit_cap(costs: RowCosts, ranks: int, cap: int) -> int:

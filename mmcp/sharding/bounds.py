@@ -1,7 +1,8 @@
 """What no plan can beat: lower bounds from things that cannot be divided.
 
 A unit is encoded whole, the last unit of a group of pictures needs all frames before it, a label row is scored whole, a
-head is computed whole. Each bound is the least that the busiest rank must do of one cost.
+head is computed whole. Each bound is the least that the busiest rank must do of one cost. Costs must be even at the
+same time, so some bounds take for granted that another is: they say so.
 """
 
 from dataclasses import dataclass
@@ -10,10 +11,17 @@ import numpy as np
 
 from mmcp.sequence import KINDS
 from mmcp.sharding.cost import LayerCost, RowCosts
+from mmcp.sharding.joint import (
+    allowed_flops,
+    busiest,
+    decoding_beside_encoding,
+    groups_of_pictures,
+    whole_groups,
+)  # fmt: skip
 from mmcp.sharding.ranges import even_bounds
 
 EVEN_ENOUGH = (105, 100)
-"""What a rank may encode or hold over its even share where one bound rests on another cost, as a fraction."""
+"""What a rank may hold over its even share where the bound of memory rests on it, as a fraction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +29,7 @@ class Bounds:
     """The least that the busiest rank does, by cost, and the least of the whole row; exact integers."""
 
     decode_ns: int
+    """When no rank encodes more than `allowed_flops`."""
     encoder_flops: int
     linear_flops: int
     attention_flops: int
@@ -28,7 +37,7 @@ class Bounds:
     bytes: int
     """When no rank holds more than EVEN_ENOUGH of its share of the tokens, nor scores more of the label rows."""
     frames: int
-    """Video frames that all ranks together decode when no rank encodes more than EVEN_ENOUGH of its share."""
+    """Video frames that all ranks together decode when no rank encodes more than `allowed_flops`."""
     step_ns: int
     ratios: dict[str, float]
     """Per cost of mmcp.sharding.balance.COSTS: bound / (least total / ranks); 1.0 when there is no such work."""
@@ -40,7 +49,7 @@ def lower_bounds(costs: RowCosts, mesh: tuple[int, int]) -> Bounds:
     """Bound every plan of a row over a mesh of (ring, ulysses) ranks."""
     model, ranks = costs.model, mesh[0] * mesh[1]
     least = {
-        "decode": (busiest(whole_groups(costs), costs.least_decoding[0], ranks), costs.least_decoding[0]),
+        "decode": (decoding_beside_encoding(costs, ranks), costs.least_decoding[0]),
         "encode": (busiest(costs.flops, int(costs.flops.sum()), ranks), int(costs.flops.sum())),
         "linear": (-(-costs.num_tokens // ranks) * model.linear_flops, costs.num_tokens * model.linear_flops),
         "attention": (_attention_flops(costs, mesh), costs.total_attention_flops),
@@ -48,8 +57,9 @@ def lower_bounds(costs: RowCosts, mesh: tuple[int, int]) -> Bounds:
         "memory": (_bytes(costs, ranks), costs.total_bytes),
     }
     decode, encode, linear, attention, labels, memory = (bound for bound, _ in least.values())
-    stages = model.ns(encode) + model.ns(linear) + model.ns(labels * model.label_flops) + _attention_ns(costs, mesh)
-    step_ns = max(decode // model.rates.decoders, stages)
+    stages = model.ns(encode, "encode") + model.ns(linear, "linear") + model.ns(labels * model.label_flops, "loss")
+    alone = busiest(whole_groups(costs), costs.least_decoding[0], ranks)
+    step_ns = model.rates.step_ns(alone, stages + _attention_ns(costs, mesh))
     return Bounds(
         decode_ns=decode,
         encoder_flops=encode,
@@ -57,36 +67,11 @@ def lower_bounds(costs: RowCosts, mesh: tuple[int, int]) -> Bounds:
         attention_flops=attention,
         label_rows=labels,
         bytes=memory,
-        frames=_frames(costs, encode, ranks),
+        frames=_frames(costs, ranks),
         step_ns=step_ns,
         ratios={name: bound * ranks / total if total else 1.0 for name, (bound, total) in least.items()},
         makespan=step_ns / costs.least_step_ns(ranks) if costs.least_step_ns(ranks) else 1.0,
     )
-
-
-def busiest(items: np.ndarray, total: int, ranks: int) -> int:
-    """Bound the largest sum of a partition of indivisible items: busiest([4, 4, 4], 12, 2) -> 8.
-
-    items: [n] int64  what cannot be divided; total: all work, at least their sum
-    Of the k ranks + 1 largest items some rank has k + 1, and these are at least the k + 1 smallest of them.
-    """
-    largest_first = np.sort(items)[::-1]
-    before = np.concatenate([[0], np.cumsum(largest_first)])
-    turns = np.arange(0, -(-len(items) // ranks))
-    pigeons = before[turns * ranks + 1] - before[turns * ranks - turns]
-    return max(-(-total // ranks), int(pigeons.max(initial=0)))
-
-
-def whole_groups(costs: RowCosts) -> np.ndarray:
-    """Price what one rank decodes at least for each group of pictures: [groups] int64 nanoseconds.
-
-    Whoever shows the last unit of a group runs through all of it. Spans that overlap count as one group.
-    """
-    alone = (costs.spans[:, 1] - costs.spans[:, 0]) * costs.frame_ns + costs.output_ns
-    order, group = _groups(costs)
-    dearest = np.zeros(int(group.max(initial=-1)) + 1, dtype=np.int64)
-    np.maximum.at(dearest, group, alone[order])
-    return dearest
 
 
 def _bytes(costs: RowCosts, ranks: int) -> int:
@@ -102,23 +87,14 @@ def _bytes(costs: RowCosts, ranks: int) -> int:
     return max(-(-costs.total_bytes // ranks), units + fewest_tokens * costs.model.token_bytes, left)
 
 
-def _groups(costs: RowCosts) -> tuple[np.ndarray, np.ndarray]:
-    """Number the groups of overlapping spans: units in decode order [u], and the group of each of these [u]."""
-    order = np.lexsort((costs.spans[:, 1], costs.spans[:, 0], costs.streams))
-    starts, stops = costs.spans[order].T
-    shift = costs.streams[order] * (int(stops.max(initial=0)) + 1)
-    reached = np.concatenate([[-1], np.maximum.accumulate(stops + shift)[:-1]]) if len(order) else shift
-    return order, np.cumsum((starts + shift >= reached) | (starts == stops)) - 1
-
-
-def _frames(costs: RowCosts, encode: int, ranks: int) -> int:
-    """Bound the video frames of all ranks when none encodes over its share (or the bound) times EVEN_ENOUGH.
+def _frames(costs: RowCosts, ranks: int) -> int:
+    """Bound the video frames of all ranks when none encodes more than is allowed.
 
     Let the ranks that share a group be sorted by their last unit in it, the latest first. All units after the last one
     of rank j are on the j - 1 ranks before it, so they encode at most j - 1 such shares: that unit comes no earlier.
     """
-    share = max(encode, -(-int(costs.flops.sum()) // ranks)) * EVEN_ENOUGH[0] // EVEN_ENOUGH[1] + 1
-    order, group = _groups(costs)
+    share = allowed_flops(costs, ranks) + 1
+    order, group = groups_of_pictures(costs)
     order = order[np.lexsort((costs.spans[order, 1], group))]
     is_video = costs.kinds[order] == KINDS.index("video")
     frames, flops = costs.spans[order, 1] - costs.spans[order, 0], costs.flops[order]
@@ -143,7 +119,9 @@ def _attention_flops(costs: RowCosts, mesh: tuple[int, int]) -> int:
 def _attention_ns(costs: RowCosts, mesh: tuple[int, int]) -> int:
     """Bound the time of all attention layers, each of which waits for its slowest rank."""
     layers = zip(costs.model.layers, costs.pairs, strict=True)
-    return sum(costs.model.ns(_slowest_flops(layer, pairs, costs.num_tokens, mesh)) for layer, pairs in layers)
+    return sum(
+        costs.model.ns(_slowest_flops(layer, pairs, costs.num_tokens, mesh), layer.stage) for layer, pairs in layers
+    )
 
 
 def _slowest_flops(layer: LayerCost, pairs: int, num_tokens: int, mesh: tuple[int, int]) -> int:

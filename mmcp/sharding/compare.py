@@ -20,6 +20,7 @@ class Planned:
     """A row, its plan, and the record of both."""
 
     sequence: TokenSequence
+    costs: RowCosts
     plan: ShardPlan
     record: dict
     """What `mmcp inspect --json` prints, with `makespan_bound`, `bounds` and `frames_factor`."""
@@ -43,11 +44,17 @@ def plan_row(strategy: str, sequence: TokenSequence, mesh: Shape, costs: RowCost
         "frames_factor": sum(result.frames) / least_frames if least_frames else 1.0,
         "frames_bound": bounds.frames / least_frames if least_frames else 1.0,
     }
-    return Planned(sequence, plan, inspect_record(plan, result, plan_ms=plan_ms) | extra)
+    return Planned(sequence, costs, plan, inspect_record(plan, result, plan_ms=plan_ms) | extra)
 
 
 def plan_workloads(
-    name: str, ranks: int, *, strategies: tuple[str, ...] = ("balanced",), model: str = "softmax", length: float = 1.0
+    name: str,
+    ranks: int,
+    *,
+    strategies: tuple[str, ...] = ("balanced",),
+    model: str = "softmax",
+    length: float = 1.0,
+    cap: int = UNCAPPED,
 ) -> Iterator[Planned]:
     """Plan a named workload family, or `all`, on the reference mesh: one result for each family and strategy.
 
@@ -57,7 +64,7 @@ def plan_workloads(
         sequence = make_workload(family, length=length)
         costs = row_costs(sequence, reference_model(model))
         for strategy in strategies:
-            planned = plan_row(strategy, sequence, reference_mesh(ranks), costs)
+            planned = plan_row(strategy, sequence, reference_mesh(ranks), costs, cap=cap)
             planned.record.update(workload=family, model=model)
             yield planned
 

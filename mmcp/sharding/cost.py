@@ -5,10 +5,11 @@ not additive: units shown by one group of pictures share the frames before them,
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from pydantic import NonNegativeInt
 
 from mmcp.config import config
 from mmcp.masks import Mask
@@ -22,7 +23,19 @@ class Rates:
     """What one rank does in a second; measured once on rank 0, stored with the run and kept on resume."""
 
     flops_per_second: int = 20_000_000_000
-    """Floating-point operations a second in matrix products and attention."""
+    """Floating-point operations a second in the matrix products of the backbone."""
+    encode_percent: int = 100
+    """Of that rate, what encoders reach."""
+    attention_percent: int = 100
+    """Of that rate, what attention by pairs of tokens reaches."""
+    recurrent_percent: int = 100
+    """Of that rate, what attention that hands on a state reaches."""
+    loss_percent: int = 100
+    """Of that rate, what the head reaches."""
+    link_bytes_per_second: int = 1_000_000_000
+    """Bytes a second that one rank receives from others."""
+    update_ns_per_million: int = 5_000_000
+    """Nanoseconds to update a million parameters that a rank keeps."""
     decode_ns_per_megapixel: int = 2_000_000
     """Nanoseconds to decode a megapixel of native video."""
     convert_ns_per_megapixel: int = 1_500_000
@@ -33,15 +46,37 @@ class Rates:
     """Nanoseconds to decode and resample one packet of sound."""
     seek_ns: int = 2_000_000
     """Nanoseconds to find a safe start."""
-    decoders: int = 1
-    """Decoders of a rank that work beside its compute stages."""
+    decoders: NonNegativeInt = 1
+    """Decoders of a rank that work beside its compute stages; 0: they share its core, and their time adds to theirs."""
+
+    def step_ns(self, decode: int, compute: int) -> int:
+        """Step time of so many nanoseconds of decoding and of computing on the slowest rank."""
+        return max(decode // self.decoders, compute) if self.decoders else decode + compute
+
+    def percent(self, stage: str) -> int:
+        """Return what a stage of STEP_PERCENT reaches of `flops_per_second`, in percent."""
+        return {
+            "encode": self.encode_percent,
+            "linear": 100,
+            "attention": self.attention_percent,
+            "recurrent": self.recurrent_percent,
+            "loss": self.loss_percent,
+        }[stage]
 
 
 DEFAULT_RATES = {
     "cpu": Rates(),
-    "cuda": Rates(flops_per_second=200_000_000_000_000, decoders=4),
+    "cuda": Rates(
+        flops_per_second=200_000_000_000_000,
+        link_bytes_per_second=50_000_000_000,
+        update_ns_per_million=10_000,
+        decoders=4,
+    ),
 }
 """Rates by device type for runs that measured none: one core; a data-centre GPU at about a third of its peak."""
+
+STEP_PERCENT = {"encode": 300, "linear": 300, "attention": 300, "recurrent": 300, "loss": 300}
+"""FLOPs of a training step in percent of a stage's forward FLOPs: backward takes twice those of forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +98,11 @@ class LayerCost:
     mode: str = "ulysses"
     """A name of mmcp.parallel.modes. `ulysses`: each rank computes some heads of the whole row; the others: some heads
     of the tokens of its ulysses group."""
+
+    @property
+    def stage(self) -> str:
+        """The entry of STEP_PERCENT that prices these layers."""
+        return "attention" if self.pair_flops else "recurrent"
 
     def flops(self, heads: int, num_pairs: int, num_tokens: int) -> int:
         """Forward FLOPs of these layers for some heads, pairs and tokens."""
@@ -93,11 +133,14 @@ class CostModel:
     """Most rows of one encoder call."""
     rates: Rates
     passes: int = 3
-    """Forward passes' worth of FLOPs in a step: forward, and backward at twice its cost."""
+    """Forward passes' worth of FLOPs in a step, as FLOPs a second are counted; what is computed twice counts once."""
+    step_percent: Mapping[str, int] = field(default_factory=STEP_PERCENT.copy)
+    """By stage: FLOPs that a step really computes, in percent of the forward's."""
 
-    def ns(self, flops: int) -> int:
-        """Nanoseconds of a training step for `flops` forward FLOPs; exact integers of any size."""
-        return self.passes * flops * 1_000_000_000 // self.rates.flops_per_second
+    def ns(self, flops: int, stage: str) -> int:
+        """Nanoseconds of a training step for `flops` forward FLOPs of a stage; exact integers of any size."""
+        percent = self.step_percent[stage]
+        return percent * flops * 1_000_000_000 // (self.rates.flops_per_second * self.rates.percent(stage))
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,17 +176,17 @@ class RowCosts:
     @cached_property
     def pairs(self) -> tuple[int, ...]:
         """Per entry of `model.layers`: allowed (query, key) pairs of the row."""
-        return tuple(self._mask_of(layer).pairs() if layer.pair_flops else 0 for layer in self.model.layers)
+        return tuple(self.mask_of(layer).pairs() if layer.pair_flops else 0 for layer in self.model.layers)
 
     def group_pairs(self, groups: tuple[Ranges, ...]) -> tuple[np.ndarray, ...]:
         """Per entry of `model.layers`: pairs [ring, ring] between queries of group i and keys of group j."""
         nothing = np.zeros((len(groups), len(groups)), dtype=np.int64)
         return tuple(
-            group_pairs(self._mask_of(layer).slices, groups) if layer.pair_flops else nothing
+            group_pairs(self.mask_of(layer).slices, groups) if layer.pair_flops else nothing
             for layer in self.model.layers
         )
 
-    def _mask_of(self, layer: LayerCost) -> Mask:
+    def mask_of(self, layer: LayerCost) -> Mask:
         return self.mask.with_window(layer.window, layer.sink) if layer.window else self.mask
 
     def decoding(self, units: np.ndarray, ranks: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -183,10 +226,24 @@ class RowCosts:
         layers = zip(self.model.layers, self.pairs, strict=True)
         return sum(layer.flops(layer.heads, count, self.num_tokens) for layer, count in layers)
 
+    @cached_property
+    def compute_ns(self) -> int:
+        """Nanoseconds of the compute stages, everything done once on one rank."""
+        model = self.model
+        attention = sum(
+            model.ns(layer.flops(layer.heads, count, self.num_tokens), layer.stage)
+            for layer, count in zip(model.layers, self.pairs, strict=True)
+        )
+        return (
+            model.ns(int(self.flops.sum()), "encode")
+            + model.ns(self.num_tokens * model.linear_flops, "linear")
+            + model.ns(self.num_labels * model.label_flops, "loss")
+            + attention
+        )
+
     def least_step_ns(self, ranks: int) -> int:
         """Step time with every stage at its least mean: decoding of the next batch beside the compute stages."""
-        decoding = self.least_decoding[0] // self.model.rates.decoders // ranks
-        return max(decoding, self.model.ns(self.total_flops) // ranks)
+        return self.model.rates.step_ns(self.least_decoding[0] // ranks, self.compute_ns // ranks)
 
     def resident(self, units: Sequence[Ranges], tokens: Sequence[int], labels: Sequence[int]) -> np.ndarray:
         """Add up the resident bytes of each rank [ranks] int64: units it decodes, tokens it holds, labels it scores."""

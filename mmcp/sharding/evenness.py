@@ -5,8 +5,8 @@ from functools import cached_property
 
 import numpy as np
 
-from mmcp.sharding.bounds import busiest, whole_groups
 from mmcp.sharding.cost import RowCosts
+from mmcp.sharding.joint import busiest, decoding_beside_encoding, whole_groups
 
 SCALE = 1 << 20
 """An even share of a cost, after scaling."""
@@ -17,6 +17,10 @@ TOLERANCE = SCALE * 49 // 1000
 """Load above an even share that counts as even: 4.9 percent."""
 STEP_TOLERANCE = SCALE // 80
 """What a cost that counts in the step time may add to it: 1.25 percent."""
+STEP_LIMIT = SCALE // 40
+"""What all stages may add to the step: 2.5 percent; encoding may use what uneven attention leaves of it, ..."""
+LEAST_TOLERANCE = SCALE // 64
+"""... and this part of itself in any case."""
 GRADES, AS_GOOD = 256, 260
 """Step times are told apart in steps of a 256th of the least; up to AS_GOOD of them count as the least."""
 MOST_FRAMES = 108
@@ -33,20 +37,18 @@ class Evenness:
     num_ranks: int
     unit_cap: int = 0
     """Most resident bytes of the units of one rank; 0: any number."""
+    uneven_ns: int = 0
+    """What attention adds to the step over its even share."""
 
     @cached_property
     def even(self) -> np.ndarray:
         """[3] int64: loads of encoding, decoding and memory up to which a rank counts as even."""
         costs, ranks = self.costs, self.num_ranks
-        encode_ns, decode_ns = costs.model.ns(int(costs.flops.sum())), costs.least_decoding[0]
-        step_ns = max(costs.model.ns(costs.total_flops), 1)
-        leads = decode_ns // costs.model.rates.decoders > step_ns
-        encode = TOLERANCE if leads else STEP_TOLERANCE * step_ns // max(encode_ns, 1)
-        decode = STEP_TOLERANCE if leads else TOLERANCE
+        encode, decode = self._step_tolerances()
         memory = TOLERANCE * costs.total_bytes // max(int(costs.bytes.sum()), 1)
-        tolerance = np.array([min(encode, TOLERANCE), decode, memory], dtype=np.int64)
-        items = (costs.flops, whole_groups(costs), costs.bytes)
-        least = [busiest(item, int(total), ranks) for item, total in zip(items, self.totals, strict=True)]
+        tolerance = np.array([encode, decode, memory], dtype=np.int64)
+        encode_flops, most_bytes = (busiest(item, int(item.sum()), ranks) for item in (costs.flops, costs.bytes))
+        least = [encode_flops, self._least_busiest_decoding(), most_bytes]
         bounds = self.scale(np.array([least], dtype=np.int64))[0]
         even = np.maximum(SCALE + tolerance, bounds + bounds // BOUND_TOLERANCE)
         if self.unit_cap:
@@ -100,8 +102,32 @@ class Evenness:
         encode, decode, _ = (
             load * total // (ranks * SCALE) for load, total in zip(most.tolist(), self.totals.tolist(), strict=True)
         )
-        rest = (self.costs.total_flops - int(self.costs.flops.sum())) // ranks
-        return max(decode // model.rates.decoders, model.ns(encode + rest))
+        rest = (self.costs.compute_ns - model.ns(int(self.costs.flops.sum()), "encode")) // ranks
+        return model.rates.step_ns(decode, model.ns(encode, "encode") + rest)
+
+    def _step_tolerances(self) -> tuple[int, int]:
+        """Load of encoding and of decoding above an even share that counts as even, by what it adds to a step."""
+        costs, rates = self.costs, self.costs.model.rates
+        encode_ns, decode_ns = costs.model.ns(int(costs.flops.sum()), "encode"), costs.least_decoding[0]
+        step_ns = rates.step_ns(decode_ns, costs.compute_ns)
+        spare = min(STEP_TOLERANCE * step_ns, STEP_LIMIT * step_ns - self.uneven_ns * self.num_ranks * SCALE)
+        allowed = max(spare, LEAST_TOLERANCE * encode_ns, 1)
+        encode, decode = (min(allowed // max(each, 1), TOLERANCE) for each in (encode_ns, decode_ns))
+        if not rates.decoders:
+            return encode, decode
+        return (TOLERANCE, STEP_TOLERANCE) if self._is_led_by_decoding else (encode, TOLERANCE)
+
+    @property
+    def _is_led_by_decoding(self) -> bool:
+        decoders = self.costs.model.rates.decoders
+        return bool(decoders) and self.costs.least_decoding[0] // decoders > self.costs.compute_ns
+
+    def _least_busiest_decoding(self) -> int:
+        """Nanoseconds that the busiest rank decodes at least; in any plan where decoding counts in the step's time."""
+        costs, ranks = self.costs, self.num_ranks
+        if self._is_led_by_decoding or not costs.model.rates.decoders:
+            return busiest(whole_groups(costs), costs.least_decoding[0], ranks)
+        return decoding_beside_encoding(costs, ranks)
 
     @cached_property
     def _least_step_ns(self) -> int:

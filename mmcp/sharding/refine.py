@@ -16,10 +16,12 @@ from mmcp.sharding.groups import Groups
 from mmcp.sharding.ranges import expand
 
 MOST_MOVES = 512
-GRAIN = 64
-"""Grain of the number of frames, as a share of all, for a share of decoding."""
 """Moves in all, and this for each rank besides:"""
 MOVES_PER_RANK = 16
+GRAIN = 64
+"""Grain of the number of frames, as a share of all, for a share of decoding."""
+FRAMES_WEIGH = 8
+"""What a frame that is decoded again counts for, in rows that are routed, both as shares of all."""
 BLOCKS = (4, 16, 64, 256)
 """Units without a group of pictures that move together: images, windows of sound."""
 LEAST_GAIN = 64
@@ -89,6 +91,8 @@ class Refine:
         video = np.where(costs.kinds == KINDS.index("video"), stops - starts, 0)
         self.in_frames = self._share(video, costs.least_decoding[1]) * GRAIN // np.maximum(self.end, 1)
         self.loads = evenness.loads(ranks, evenness.num_ranks)
+        stops_of = np.cumsum(np.bincount(self.owner, minlength=evenness.num_ranks))
+        self.held = np.split(np.argsort(self.owner, kind="stable"), stops_of[:-1])
 
     def _share(self, values: np.ndarray, total: int) -> np.ndarray:
         """Sort values [u] like `order` and scale them: an even share of the total is SCALE."""
@@ -127,7 +131,7 @@ class Refine:
         gain = gain - self._badness(self.loads[rank] - pieces.relief)[:, None]
         gain = gain - self._badness(self.loads[targets][None] + added)
         more = added[:, :, DECODE] - pieces.relief[:, None, DECODE]
-        more = np.maximum(more, more * pieces.in_frames[:, None] // GRAIN)
+        more = np.maximum(more, FRAMES_WEIGH * more * pieces.in_frames[:, None] // GRAIN)
         price = SCALE // 64 + np.maximum(self._routed(pieces, rank, targets) + more, 0)
         is_worth = gain > self._badness(self.loads[rank]) // LEAST_GAIN
         worth = np.where(is_worth, gain // price + 1, 0)
@@ -166,7 +170,7 @@ class Refine:
 
     def _pieces(self, rank: int) -> Pieces:
         """List what `rank` could give away: units, the first and the last ones of each group, blocks of lone ones."""
-        units = np.flatnonzero(self.owner == rank)
+        units = self.held[rank]
         group, end, rest = self.group[units], self.end[units], self.rest[units]
         number = np.arange(len(units))
         last = np.searchsorted(group, group, side="right") - 1
@@ -242,6 +246,9 @@ class Refine:
 
     def _move(self, pieces: Pieces, piece: int, rank: int, target: int) -> None:
         """Move one piece and price both ranks anew."""
-        self.owner[pieces.units[pieces.starts[piece] : pieces.stops[piece]]] = target
+        moved = pieces.units[pieces.starts[piece] : pieces.stops[piece]]
+        self.owner[moved] = target
+        self.held[rank] = self.held[rank][self.owner[self.held[rank]] == rank]
+        self.held[target] = np.sort(np.concatenate([self.held[target], moved]))
         for changed in (rank, target):
-            self.loads[changed] = self.evenness.loads_of(self.order[self.owner == changed])
+            self.loads[changed] = self.evenness.loads_of(self.order[self.held[changed]])

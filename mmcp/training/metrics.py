@@ -11,7 +11,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 FIELDS = (
     "step", "loss", "label_tokens", "tokens", "tokens_per_second", "flops_per_second", "lr", "grad_norm", "seconds",
-    "seconds_by_rank", "predicted", "imbalance", "rss_mb", "plan_digest", "held_out_loss",
+    "seconds_by_rank", "predicted", "predicted_by_rank", "ratio", "ratio_by_rank", "imbalance", "rss_mb",
+    "plan_digest", "held_out_loss",
 )  # fmt: skip
 
 

@@ -1,14 +1,15 @@
 """One step of one rank: its micro-batches forward and backward, with the time of each stage."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mmcp.model.block import Block
 from mmcp.model.vlm import RankRow, VideoLM
 from mmcp.parallel.collectives import all_reduce
 from mmcp.parallel.mesh import Mesh
@@ -18,8 +19,7 @@ from mmcp.sequence import NO_LABEL, TokenSequence
 from mmcp.sharding.step import StepPlan
 from mmcp.training.kept import KeptUnits
 from mmcp.training.media import NOTHING_KEPT, MediaInputs, call_counts
-
-STAGES = ("decode", "encode", "route", "backbone", "loss", "optimizer")
+from mmcp.training.stage_clock import StageClock, on_first_gradient, timed_attention
 
 
 @dataclass(frozen=True)
@@ -41,58 +41,34 @@ class StepWork:
         return sum(int((row != NO_LABEL).sum()) for row in labels)
 
 
-class StageClock:
-    """Adds up the seconds between marks, by stage."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.seconds = dict.fromkeys(STAGES, 0.0)
-        self.last = time.monotonic()
-
-    def start(self) -> None:
-        """Begin a new stretch; the time since the last mark counts nowhere."""
-        self.last = self._now()
-
-    def mark(self, stage: str) -> None:
-        """Count the time since the last mark for `stage`."""
-        now = self._now()
-        self.seconds[stage] += now - self.last
-        self.last = now
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.monotonic()
-
-
 class TimedExchange:
     """An exchange that marks where stages meet, forward and, through tensor hooks, backward.
 
-    forward:   encode | to_owners: route | backbone | to_scorers: route | loss
-    backward:  loss | route | backbone | route | encode
+    forward:   encode | to_owners: route | linear and attention | to_scorers: route | loss
+    backward:  loss | route | linear and attention | route | encode
     """
+
+    first = "linear"
+    """Stage that a backward ends in: `encode` where gradients reach rows that this rank encoded."""
 
     def __init__(self, router: Router, clock: StageClock):
         self.router = router
         self.clock = clock
 
     def to_owners(self, rows: Tensor) -> Tensor:
-        return self._timed(self.router.to_owners, rows, before="encode", grad_after="backbone")
+        self.first = "encode" if rows.requires_grad else "linear"
+        return self._timed(self.router.to_owners, rows, before="encode", grad_after="linear")
 
     def to_scorers(self, hidden: Tensor) -> Tensor:
-        return self._timed(self.router.to_scorers, hidden, before="backbone", grad_after="loss")
+        return self._timed(self.router.to_scorers, hidden, before="linear", grad_after="loss")
 
     def _timed(self, move: Callable[..., Tensor], rows: Tensor, *, before: str, grad_after: str) -> Tensor:
         self.clock.mark(before)
-        self._on_gradient(rows, "route")
+        on_first_gradient([rows], lambda: self.clock.mark("route"))
         moved = move(rows, trainable=torch.is_grad_enabled())
-        self._on_gradient(moved, grad_after)
+        on_first_gradient([moved], lambda: self.clock.mark(grad_after))
         self.clock.mark("route")
         return moved
-
-    def _on_gradient(self, tensor: Tensor, stage: str) -> None:
-        if tensor.requires_grad and torch.is_grad_enabled():
-            tensor.register_hook(lambda _: self.clock.mark(stage))
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +104,11 @@ class StepRunner:
         self.positions = positions
         self.device = device
 
+    @property
+    def attention(self) -> list[nn.Module]:
+        """The attention of each layer, as it is called over the ranks."""
+        return [cast(Block, block).mixer.attention for block in self.model.backbone.blocks]
+
     def micro_batches(self, work: StepWork, clock: StageClock) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches; every rank yields the same number, with the same encoder calls."""
         plan, mesh = work.plan, self.mesh
@@ -154,12 +135,14 @@ class StepRunner:
         total = work.label_tokens
         assert total > 0, "a step without labels has no mean loss; skip it"
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in self.micro_batches(work, clock):
-            clock.start()
-            loss = self.model(batch.row, batch.calls, batch.exchange)[0]
-            clock.mark("loss")
-            (loss / total).backward()
-            clock.mark("encode")
+        for m, batch in enumerate(self.micro_batches(work, clock)):
+            with timed_attention(self.attention, clock):
+                clock.stretch("forward", m)
+                loss = self.model(batch.row, batch.calls, batch.exchange)[0]
+                clock.mark("loss")
+                clock.stretch("backward", m)
+                (loss / total).backward()
+                clock.mark(batch.exchange.first)
             loss_sum += loss.detach()
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.grad is None:

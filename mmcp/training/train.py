@@ -1,17 +1,20 @@
 """The training loop: load, agree, step, measure, save."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from pydantic import NonNegativeInt
 
 from mmcp.config import config
 from mmcp.parallel.collectives import all_gather, all_reduce
 from mmcp.training.optim import OptimConfig, apply_update
 from mmcp.training.parts import PartsConfig
+from mmcp.training.stage_clock import BACKBONE, STAGES, StageClock, seconds_by_stage
 from mmcp.training.status import Status, exchange_status
-from mmcp.training.step import STAGES, StageClock, StepRunner, StepWork
+from mmcp.training.step import StepRunner, StepWork
 
 
 @config
@@ -28,6 +31,8 @@ class TrainConfig:
     """Share of the samples seen so far that may be unusable (one always may) before the run stops with an error."""
     strict: bool = False
     """Whether the first unusable sample stops the run."""
+    timeline_every: NonNegativeInt = 50
+    """Steps between those whose stages are written to timeline.jsonl, span by span; the first is; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,8 @@ class LoadedStep:
     """Video frames this rank's workers decoded for it."""
     reduced: tuple[str, ...] = ()
     """Samples of the step that are seen or heard less finely than asked, and how; the same on every rank."""
+    decoded: tuple[tuple[float, float], ...] = ()
+    """Per decode job: when it began, by time.monotonic, and its seconds."""
 
 
 def never(_: str) -> bool:
@@ -58,7 +65,10 @@ def never(_: str) -> bool:
 
 
 OnStep = Callable[[dict[str, Any], LoadedStep], None]
-"""Gets the metrics of a step that is done, and what it was made of; called on every rank."""
+"""Gets the metrics of a step that is done, and what it was made of; called on every rank.
+
+Beside the fields of `metrics.jsonl`, the metrics hold under `timeline` this rank's own entry of `timeline.jsonl`.
+"""
 
 
 @dataclass
@@ -145,22 +155,22 @@ class Trainer:
     def _step(self, loaded: LoadedStep) -> dict[str, Any]:
         """Run one optimizer step; a step in which nothing is labelled changes nothing and is counted."""
         runner, work = self.runner, loaded.work
-        clock = StageClock(runner.device)
-        clock.seconds["decode"] = loaded.decode_s
-        began, norm, total = clock.last, 0.0, work.label_tokens
+        began, clock = time.monotonic(), StageClock(runner.device)
+        norm, total = 0.0, work.label_tokens
         loss_sum = torch.zeros((), dtype=torch.float64, device=runner.device)
         if total:
             loss_sum = runner.backward(work, clock)
             self.parts.check_gradients(runner.model)
-            clock.start()
+            clock.stretch("update")
             norm = apply_update(self.optimizer, self.optim, loaded.step)
             clock.mark("optimizer")
         else:
             self.counters.skipped_steps += 1
-        clock.start()
-        seconds = {**clock.seconds, "total": clock.last - began + loaded.waited_s}
+        spans = clock.spans()
+        seconds = {**seconds_by_stage(spans), "decode": loaded.decode_s, "wait": loaded.waited_s}
+        seconds["total"] = time.monotonic() - began + loaded.waited_s
         loss = all_reduce(loss_sum, "sum", group=runner.mesh.world, name="loss").item() / max(1, total)
-        names = (*STAGES, "total")
+        names = (*STAGES, *BACKBONE, "wait", "total")
         local = torch.tensor([seconds[name] for name in names], dtype=torch.float64, device=runner.device)
         by_rank = all_gather(local, group=runner.mesh.world, name="seconds").tolist()
         tokens = sum(row.num_tokens for row in work.plan.rows)
@@ -175,4 +185,12 @@ class Trainer:
             "seconds": {name: max(column) for name, column in zip(names, zip(*by_rank, strict=True), strict=True)},
             "seconds_by_rank": [dict(zip(names, row, strict=True)) for row in by_rank],
             "plan_digest": work.plan.digest,
+            "timeline": {
+                "began": clock.began_unix,
+                "spans": [
+                    *(("decode", "worker", None, start - began, length) for start, length in loaded.decoded),
+                    ("wait", "load", None, -loaded.waited_s, loaded.waited_s),
+                    *spans,
+                ],
+            },
         }

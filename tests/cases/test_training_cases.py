@@ -3,12 +3,15 @@
 Run: python -m pytest tests/cases/test_training_cases.py
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 
 import psutil
@@ -18,6 +21,7 @@ import torch
 import experiments.pipeline
 import experiments.train_video_lm
 from data_pipelines.decode_units import decode_units
+from data_pipelines.prepare import prepare
 from data_pipelines.workers import WorkerPool
 from experiments.base import RunConfig
 from experiments.train_video_lm import train, train_on
@@ -29,9 +33,11 @@ from mmcp.training.metrics import read_metrics
 from mmcp.training.optim import OptimConfig
 from tests.cases.stuck_decoding import decode_but_hang_on_sound
 from tests.training.exact_cases import Layout, drawn, tiny_model, train_case
-from tests.training.tiny_run import tiny_settings, train_here
+from tests.training.tiny_run import tiny_settings, train_here, train_in
 
 ROOT = Path(__file__).parents[2]
+CASES = ROOT / "tests" / "data" / "cases"
+LOST_OF_B48 = {"longword"}  # more letters than the budget has tokens
 
 
 def test_b58_bfloat16_learns_as_float32_does(rank_pool):
@@ -111,7 +117,42 @@ def test_b59_a_worker_that_never_answers_is_killed_and_its_sample_named(rank_poo
         return
     assert messages == ["", ""] and len(read_metrics(tmp_path)) == 4
     counters = checkpoint.read_state(tmp_path / "checkpoints" / "step_4")["counters"]
-    assert counters["lost"] == 1 and "sample 'sound'" in next(iter(counters["faults"]))
+    shards = settings.data.open_train()
+    used = [shards.load(number)[0].id for number in shards.order(settings.seed).samples(0, 16)]
+    assert counters["lost"] == used.count("sound") > 0, used
+    assert all("sample 'sound'" in message for message in counters["faults"])
+
+
+def awkward_rows() -> Iterator[dict]:
+    """Rows of every text of B48, clips of B46 whose sound is missing or of another length, and short sounds of B47."""
+    for line in (CASES / "B48_texts.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        yield {"id": row["id"], "messages": [say("user", row["text"]), say("assistant", "yes")]}
+    for path in [*sorted(CASES.glob("B46_*.mp4")), *sorted((CASES / "B47_audio").iterdir())]:
+        kind = "video" if path.suffix == ".mp4" else "audio"
+        asked = say("user", [{"type": kind, kind: str(path)}, {"type": "text", "text": "what?"}])
+        yield {"id": path.name, "messages": [asked, say("assistant", "that")]}
+
+
+def say(role: str, content: object) -> dict:
+    return {"role": role, "content": content}
+
+
+def test_b46_b47_b48_awkward_samples_train_in_one_batch(rank_pool, tmp_path):
+    """vllm-project/vllm#48420, qiuqiangkong/panns_inference#13, NVIDIA-NeMo/Speech#2598: finite, the rest named."""
+    rows = list(awkward_rows())
+    manifest = tmp_path / "manifest.jsonl"
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = prepare(manifest, tmp_path / "shards")
+    rejected = [json.loads(line)["id"] for line in Path(report.rejects).read_text().splitlines()]
+    assert rejected == ["samples_0.wav"]
+    batch = f"data.documents_per_step={report.accepted}"
+    overrides = (batch, "optim.total_steps=2", "optim.warmup_steps=1", "train.max_lost_share=0.5")
+    settings = tiny_settings(tmp_path / "shards", tmp_path / "run", *overrides)
+    lines = train_in(rank_pool, settings)
+    assert all(isfinite(line["loss"]) for line in lines)
+    counters = checkpoint.read_state(tmp_path / "run" / "checkpoints" / "step_2")["counters"]
+    assert {message.split("'")[1] for message in counters["faults"]} == LOST_OF_B48
 
 
 def fail_on_rank_one(settings: RunConfig, how: str) -> None:

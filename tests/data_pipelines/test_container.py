@@ -106,6 +106,18 @@ def test_the_frame_at_a_time_is_the_one_a_player_shows(name):
         assert sampled_frames(index.video, Fraction(rate)).tolist() == sorted(expected)
 
 
+@pytest.mark.parametrize("name", ["B08_vfr.mp4", "B08_vfr.mkv"])
+def test_the_frame_of_a_moment_shows_that_moment(name):
+    index = read_index(str(CASES / name))
+    moments = [Fraction(text) for text in ("0.5", "3", "5", "7.5", "7.95", "100")]
+    frames = [index.frame_at(moment) for moment in moments]
+    shown = [read_number(picture) for picture in decode_frames(str(CASES / name), index, frames, (64, 96)).pixels]
+    last = index.frame_time(index.video.num_frames - 1)
+    for moment, frame, number in zip(moments, frames, shown, strict=True):
+        assert abs(index.frame_time(frame) - Fraction(number, 30)) <= Fraction(1, 100)
+        assert Fraction(-1, 100) <= min(moment, last) - Fraction(number, 30) <= Fraction(1, 5)
+
+
 def test_one_frame_a_second_of_variable_rate():
     index = read_index(str(CASES / "B08_vfr.mp4"))
     frames = sampled_frames(index.video, Fraction(1))

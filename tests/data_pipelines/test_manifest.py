@@ -213,6 +213,14 @@ WRONG = {
     "nan": (b'{"messages": [], "x": NaN}', "holds NaN"),
     "twice": (b'{"id": 1, "id": 2}', "has the field 'id' twice"),
     "bytes": (b'{"id": "\xff"}', "is not UTF-8"),
+    "byte range": (
+        {"messages": [{"role": "user", "content": [{"video": "a.mp4", "bytes": [0, 2]}]}]},
+        "has bytes [0, 2] in a video item of a file of 1 bytes",
+    ),
+    "no byte range": (
+        {"messages": [{"role": "user", "content": [{"video": "a.mp4", "bytes": 5}]}]},
+        "has bytes 5 in a video item; write [first byte, number of bytes]",
+    ),
     "deep": (b"[" * 100_000, "nested too deeply"),
     "nul in path": (
         {"messages": [{"role": "user", "content": [{"type": "image", "image": "a\0b"}]}]},
@@ -271,6 +279,18 @@ def test_texts_of_all_kinds(folder):
 )
 def test_no_row_raises(line):
     assert isinstance(parse_line(line, manifest="m.jsonl", row=1), Sample | RowError)
+
+
+def test_the_manifest_of_the_page_can_be_read(folder):
+    page = (Path(__file__).parents[2] / "docs" / "bring_your_clips.md").read_text()
+    for name in ("clip.mp4", "page.png", "talk.opus"):
+        (folder / name).touch()
+    rows = [json.loads(line) for line in page.split("```json\n")[1].split("```")[0].splitlines()]
+    assert [[item.kind for item in sample.items] for sample in read(folder, *rows)] == [
+        *[["video", "text", "text"]] * 3,
+        ["image", "audio", "text", "text"],
+        ["text", "text"],
+    ]
 
 
 def test_a_manifest_that_is_not_there():

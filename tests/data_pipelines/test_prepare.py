@@ -3,6 +3,7 @@
 python -m pytest tests/data_pipelines/test_prepare.py
 """
 
+import errno
 import json
 import random
 import shutil
@@ -18,7 +19,8 @@ from data_pipelines.decode import decode_frames, decode_image
 from data_pipelines.examine import examine
 from data_pipelines.manifest import RowError, parse_line, read_lines
 from data_pipelines.media import MediaFile
-from data_pipelines.prepare import prepare
+from data_pipelines.prepare import damaged_files, prepare
+from data_pipelines.shard_writer import Shard
 from data_pipelines.shards import ShardSet, read_media
 from tests.data_pipelines.clips import read_number
 
@@ -206,7 +208,8 @@ def test_shards_do_not_depend_on_the_number_of_workers(tmp_path):
 
 PREPARE = """
 import sys
-from data_pipelines.prepare import prepare
+from data_pipelines.prepare import damaged_files, prepare
+from data_pipelines.shard_writer import Shard
 prepare(sys.argv[1], sys.argv[2], shard_bytes=20_000, workers=int(sys.argv[3]))
 """
 
@@ -277,6 +280,95 @@ def test_large_media_stay_outside_and_are_read_in_place(tmp_path):
     assert video.file == MediaFile(str(CASES / "ref_4s_30fps_aac.mp4"), 0, size)
     assert (tmp_path / "out" / "shard-000000.tar").stat().st_size < size + 60_000
     assert [read_number(p) for p in decode_frames(video.file, video.clip, [7, 100], (64, 96)).pixels] == [7, 100]
+
+
+def archive(folder: Path) -> list[dict]:
+    """Write two clips and a picture one after the other into a file, and rows that name them by their bytes."""
+    rows, data = [], b"some bytes of something else"
+    for name in ("ref_4s_noaudio.mp4", "B45_images/exif_6.jpg", "B08_vfr.mp4", "ref_4s_noaudio.mp4"):
+        kind, file = "image" if name.endswith("jpg") else "video", (CASES / name).read_bytes()
+        item = {"type": kind, kind: "archive.bin", "bytes": [len(data), len(file)]}
+        rows.append({"id": name, "messages": [{"role": "user", "content": [item, {"type": "text", "text": "?"}]}]})
+        data += file
+    (folder / "archive.bin").write_bytes(data)
+    return rows
+
+
+@pytest.mark.parametrize(("outside", "workers"), [(None, 0), (0, 1)], ids=["copied", "left"])
+def test_a_row_may_name_bytes_of_a_larger_file(tmp_path, outside, workers):
+    rows = archive(tmp_path)
+    prepare(write(tmp_path, rows), tmp_path / "out", outside_bytes=outside, workers=workers, shard_bytes=8000)
+    shards = ShardSet.open(tmp_path / "out")
+    for number, row in enumerate(rows):
+        sample, media = shards.load(number)
+        (found,) = media.values()
+        with found.file.open() as file:
+            assert file.read() == (CASES / row["id"]).read_bytes()
+        if outside is not None:
+            first, count = row["messages"][0]["content"][0]["bytes"]
+            assert found.file == MediaFile(str(tmp_path / "archive.bin"), first, count)
+        assert sample.items[0].part is None
+
+
+def test_a_range_that_is_no_media_names_file_and_bytes(tmp_path):
+    rows = archive(tmp_path)
+    rows[0]["messages"][0]["content"][0]["bytes"] = [3, 25]
+    report = prepare(write(tmp_path, rows), tmp_path / "out")
+    (reject,) = map(json.loads, Path(report.rejects).read_text().splitlines())
+    assert reject["file"] == f"{tmp_path / 'archive.bin'}[3:28]" and "not a media file" in reject["reason"]
+
+
+def test_bytes_are_remembered_over_an_interruption(tmp_path):
+    manifest = write(tmp_path, archive(tmp_path))
+
+    def kill(done: int, rows: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(manifest, tmp_path / "out", shard_bytes=8000, progress=kill)
+    prepare(manifest, tmp_path / "out", shard_bytes=8000)
+    prepare(manifest, tmp_path / "whole" / "out", shard_bytes=8000)
+    interrupted, whole = content(tmp_path / "out"), content(tmp_path / "whole" / "out")
+    whole["index.json"] = whole["index.json"].replace(b"whole/", b"")
+    assert interrupted == whole
+
+
+def test_damaged_files_are_told(tmp_path):
+    report = prepare(write(tmp_path, [question("B09_broken/cut_tail.mp4"), ROWS[0]]), tmp_path / "out")
+    ((file, notes),) = damaged_files(tmp_path / "out")
+    assert report.notes == 1 and file.endswith("cut_tail.mp4") and "cut off by the end of the file" in notes[0]
+
+
+def test_two_processes_do_not_write_into_one_folder(tmp_path):
+    manifest, out, whole = write(tmp_path, ROWS), tmp_path / "out", tmp_path / "whole"
+
+    def again(done: int, _: int) -> None:
+        with pytest.raises(ValueError, match=r"another `mmcp prepare` is writing into '.*/out'"):
+            prepare(manifest, out, shard_bytes=20_000)
+
+    prepare(manifest, out, shard_bytes=20_000, progress=again)
+    prepare(manifest, whole, shard_bytes=20_000)
+    assert sorted(content(out)) == sorted(content(whole))
+    assert all(content(out)[name] == content(whole)[name] for name in content(out) if name != "index.json")
+
+
+def test_a_full_disk_says_so_and_a_second_run_goes_on(tmp_path, monkeypatch):
+    manifest, room = write(tmp_path, ROWS), [2]
+
+    def full(shard: Shard, last_row: int) -> None:
+        room[0] -= 1
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        finish(shard, last_row)
+
+    finish = Shard.finish
+    monkeypatch.setattr(Shard, "finish", full)
+    with pytest.raises(ValueError, match=r"No space left on device\); make room and run the same again"):
+        prepare(manifest, tmp_path / "out", shard_bytes=20_000)
+    monkeypatch.undo()
+    report = prepare(manifest, tmp_path / "out", shard_bytes=20_000)
+    assert (report.rows, report.accepted) == (12, 7)
 
 
 def test_media_outside_that_changed_are_named(tmp_path):

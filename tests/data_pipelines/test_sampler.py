@@ -72,3 +72,8 @@ def test_another_data_set_is_refused():
         Order(0, 6).restore(Order(0, 5).state)
     with pytest.raises(ValueError, match="nothing to order"):
         Order(0, 0)
+
+
+def test_a_state_of_another_version_is_refused_by_its_fields():
+    with pytest.raises(ValueError, match="names seed, num_samples, epoch, position but not sizes, weights, taken"):
+        OrderState.of({"seed": 0, "num_samples": 10, "epoch": 1, "position": 3})

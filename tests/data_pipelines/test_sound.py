@@ -7,6 +7,7 @@ import random
 import tracemalloc
 import wave
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import av
@@ -16,7 +17,7 @@ import pytest
 from data_pipelines import sound, track_reader
 from data_pipelines.demux import read_index
 from data_pipelines.media import MediaError
-from data_pipelines.sound import channel_weights, decode_audio
+from data_pipelines.sound import SoundReader, channel_weights, decode_audio
 from tests.data_pipelines.clips import clicks, write_clip
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
@@ -154,7 +155,8 @@ def test_any_cut_gives_the_same_samples(folder, name, jumps, monkeypatch):
 
 
 @pytest.mark.parametrize("rate", [11025, 22050, 44100, 32000, 96000])
-def test_any_cut_of_any_rate_gives_the_same_samples(tmp_path, rate):
+def test_any_cut_of_any_rate_gives_the_same_samples(tmp_path, rate, monkeypatch):
+    monkeypatch.setattr(sound, "BLOCK", 1)
     path = tmp_path / "a.wav"
     tone = np.sin(np.arange(3 * rate) / rate * 2 * np.pi * (300 + 200 * np.arange(3 * rate) / rate))
     with wave.open(str(path), "wb") as out:
@@ -170,6 +172,24 @@ def test_any_cut_of_any_rate_gives_the_same_samples(tmp_path, rate):
         first, last = sorted(draw.randint(0, 48000) for _ in range(2))
         part = decode_audio(str(path), index, first, last).samples
         np.testing.assert_allclose(part, everything[first:last], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["aac.mp4", "opus.webm", "ac3.ts"])
+def test_ranges_in_turn_open_the_file_once_and_decode_each_block_once(folder, name, monkeypatch):
+    monkeypatch.setattr(sound, "BLOCK", 2)
+    monkeypatch.setattr(sound, "PREROLL", 1)
+    path = str(written(folder, name))
+    index, opened, read = read_index(path), [], []
+    open_container, read_packet = sound.open_container, track_reader.TrackReader.read
+    monkeypatch.setattr(sound, "open_container", lambda file: opened.append(file) or open_container(file))
+    monkeypatch.setattr(track_reader.TrackReader, "read", lambda reader: read.append(1) or read_packet(reader))
+    begin, end = index.audio_samples
+    cuts = [*range(begin, end, 32000), end]
+    with SoundReader(path, index) as reader:
+        parts = [reader.read(*cut).samples for cut in pairwise(cuts)]
+    assert len(opened) == 1
+    assert len(read) < 1.8 * index.audio.num_packets
+    np.testing.assert_array_equal(np.concatenate(parts), decode_audio(path, index, begin, end).samples)
 
 
 @pytest.mark.parametrize("name", CLIPS)

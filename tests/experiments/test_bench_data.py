@@ -23,10 +23,18 @@ from experiments.looped_clip import LoopedClip, looped_clip
 )
 def test_a_small_bench_runs_through(tmp_path, readers):
     quoted = ", ".join(f'"{reader}"' for reader in readers)
-    outcome = bench.run("data", ["smoke=true", f"folder={tmp_path}", f"readers=[{quoted}]"])
+    outcome = bench.run("data", ["smoke=true", "with_loader=false", f"folder={tmp_path}", f"readers=[{quoted}]"])
     assert outcome.is_ok and [row["reader"] for row in outcome.record["readers"]] == list(readers)
     assert all("error" in row or row["seconds"] > 0 for row in outcome.record["readers"])
     assert outcome.record["time_ratio"] > 0 and outcome.record["memory_ratio"] > 1
+
+
+@pytest.mark.full
+def test_one_command_measures_readers_and_loader(tmp_path):
+    overrides = ["smoke=true", f"folder={tmp_path}", f"loader.folder={tmp_path}", 'readers=["mmcp"]']
+    found = bench.run("data", [*overrides, "loader.steps=2", "loader.loaded_steps=1"]).record
+    assert found["readers"][0]["seconds"] > 0 and found["loader"]["alone"]["tokens_per_second"] > 0
+    assert len(found["loader"]["training"]["waited_share"]) == 2
 
 
 def test_what_does_not_hold_is_told():

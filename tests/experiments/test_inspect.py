@@ -78,6 +78,13 @@ def test_however_a_sample_is_named_its_plan_is_the_same(capsys, sources):
     assert len(set(digests.values())) == 1, digests
 
 
+def test_another_budget_may_be_tried(capsys, sources):
+    full = inspect(capsys, *sources["clip"])["tokens"]
+    few = inspect(capsys, *sources["clip"], "--budget", full - 20)["tokens"]
+    assert full - 40 < few <= full - 20
+    assert inspect(capsys, *sources["clip"], "--budget", full)["tokens"] == full
+
+
 def test_all_strategies_are_compared(capsys, sources):
     records = inspect(capsys, *sources["shards"], "--ranks", 4, "--compare")
     assert [record["strategy"] for record in records] == sorted(STRATEGIES)
@@ -126,6 +133,48 @@ def test_tables_page_and_figure(capsys, tmp_path, sources):
     assert "Strategies side by side" in text and "4 frames a second" in text
 
 
+def test_each_frame_is_explained(capsys, sources):
+    record = inspect(capsys, *sources["clip"], "--ranks", 3, "--explain")
+    units = record["units"]
+    assert [unit["kind"] for unit in units].count("video") == 4 and units[0]["frames"] == [0, 15]
+    assert [unit["times_s"] for unit in units if unit["kind"] == "video"][1] == [1.0, 1.5]
+    for unit in units:
+        assert unit["why"] and unit["encoded_by"] in range(3) and set(unit["held_by"]) <= set(range(3))
+    assert sum(unit["tokens"] for unit in units) == sum(
+        entry["by_modality"]["video"] + entry["by_modality"]["audio"] for entry in record["per_rank"]
+    )
+    assert inspect(capsys, *sources["run"], "--explain")["units"][0]["times_s"] == [0.0, 0.5]
+    assert cli.main(["inspect", *sources["clip"], "--explain"]) == 0
+    shown = capsys.readouterr().out
+    assert "frames 0, 15 at 0.00, 0.50 s, 64x96, 6 tokens, encoded by rank 0" in shown and "halved 2 times" in shown
+
+
+def test_a_cap_on_memory_is_kept_and_drawn(capsys, tmp_path, sources):
+    most = max(entry["bytes"] for entry in inspect(capsys, *sources["clip"], "--ranks", 2)["per_rank"])
+    page = tmp_path / "page.html"
+    inspect(capsys, *sources["clip"], "--ranks", 2, "--cap-bytes", most, "--html", page)
+    assert "the cap on memory" in page.read_text(encoding="utf-8")
+    assert cli.main(["inspect", *sources["clip"], "--ranks", "2", "--cap-bytes", "1000"]) == 1
+    assert "the cap is 1,000" in capsys.readouterr().err
+    records = inspect(capsys, "--workload", "few_frames", "--ranks", 2, "--cap-bytes", 10**12)
+    assert records[0]["ranks"] == 2
+
+
+def test_a_run_is_shown_with_its_data_and_its_times(capsys, tmp_path, sources):
+    from tests.report.runs import write_times
+
+    folder, page, trace = tmp_path / "run", tmp_path / "page.html", tmp_path / "trace.json"
+    shutil.copytree(sources["run"][0], folder)
+    (folder / "inspect.json").write_text(json.dumps(inspect(capsys, folder)))
+    (folder / "plan.json").write_text(planned_step(str(folder)).to_json())
+    write_times(folder, ranks=3)
+    inspect(capsys, folder, "--html", page, "--trace", trace)
+    text = page.read_text(encoding="utf-8")
+    assert "The mask over the ranks" in text and "Predicted beside measured, by rank" in text and "Timeline" in text
+    assert ("What is it?" in text or QUESTION in text) and "clip times, text and mask" not in text
+    assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == {0, 1, 2}
+
+
 def test_more_ranks_than_heads_go_on_the_ring_axis():
     settings = load(RunConfig, SHIPPED)
     meshes = {ranks: mesh_for(settings, ranks) for ranks in (1, 8, 12, 64, 34)}
@@ -147,6 +196,10 @@ def test_more_ranks_than_heads_go_on_the_ring_axis():
         (["CLIP", "--strategy", "balance"], "unknown sharding strategy 'balance'; registered: balanced"),
         (["CLIP", "--html", "/proc/1/x.html"], "'/proc/1/x.html' cannot be written"),
         (["CLIP", "--config", "none.yaml"], "none.yaml: no such file"),
+        (["CLIP", "--trace", "x.json"], "is no run, nothing has been timed; name a run"),
+        (["RUN", "--explain"], "packs several samples; name one with --sample N"),
+        (["CLIP", "--explain", "--compare"], "leave out --compare"),
+        (["--workload", "few_frames", "--explain"], "is drawn, not read or run: leave out"),
     ],
 )
 def test_what_cannot_be_shown_is_refused_in_one_line(capsys, sources, arguments, message):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmcp.model.rope_scaling import Unscaled
-from mmcp.model.rotary import Rotary, frequency_axes, rotate
+from mmcp.model.rotary import Rotary, frequency_axes, rotate_
 
 NO_LENGTHS = torch.zeros(0, dtype=torch.int64)
 
@@ -22,8 +22,9 @@ def test_a_turn_is_a_complex_product_and_its_backward_turns_back():
     x = torch.randn(4, 3, 8, dtype=torch.float64, requires_grad=True)
     angles = positions[0][:, None].double() * 100.0 ** -(torch.arange(4, dtype=torch.float64) / 4)
     turned = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
-    torch.testing.assert_close(rotate(x, cos, sin), torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-12)
-    assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), x)
+    got = rotate_(x.clone(), cos, sin, head_dim=8)
+    torch.testing.assert_close(got, torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda x: rotate_(x.flatten(1) + 0, cos, sin, head_dim=8), x)
 
 
 def test_late_positions_are_exact_in_float32():

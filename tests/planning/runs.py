@@ -21,7 +21,8 @@ from mmcp.planning.step_traffic import row_traffic
 from mmcp.sequence import TokenSequence, pack
 from mmcp.sharding.cost import Rates, row_costs
 from mmcp.training.media import MediaInputs
-from mmcp.training.step import StageClock, StepRunner, StepWork
+from mmcp.training.stage_clock import StageClock
+from mmcp.training.step import StepRunner, StepWork
 from tests.planning.rows import media_row
 
 VOCABULARY = 80

@@ -23,7 +23,8 @@ from mmcp.planning.architecture import Architecture
 from mmcp.planning.memory import MemoryPolicy, Numbers, memory_of
 from mmcp.planning.share import share_of
 from mmcp.sharding.cost import Rates, row_costs
-from mmcp.training.step import StageClock, StepWork
+from mmcp.training.stage_clock import StageClock
+from mmcp.training.step import StepWork
 from tests.planning.runs import ENCODERS, UNIT_BYTES, VOCABULARY, Run
 
 SIZES = {"width": 128, "layers": 4, "head_dim": 32, "mlp_width": 384}

@@ -16,10 +16,11 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
+from mmcp.masks import Mask
 from mmcp.report.figures import save_accuracy, save_comparison, save_lines, save_shards
 from mmcp.report.numbers import decimate, finite, short
 from mmcp.report.run import write_run_report
-from mmcp.report.shards import View, write_shard_report
+from mmcp.report.shards import Shown, View, write_shard_report
 from mmcp.report.terminal import COLUMNS, balance_table, comparison_table, ratios
 from mmcp.sequence import Segment, TokenSequence
 from mmcp.sharding.balance import balance, inspect_record
@@ -84,20 +85,27 @@ def is_blank(path):
 
 
 FACTS = {"sample": "<i>x</i>", "tokens": "many & more"}
-HEADINGS = ["The sequence over the ranks", "Tokens by modality", "Work by rank"]
+OF_PLAN = [
+    "The sequence over the ranks",
+    "Tokens by modality",
+    "Work by rank",
+    "Who sends rows to whom",
+    "Label rows before and after routing",
+]
+HEADINGS = [*OF_PLAN, "The mask over the ranks"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 64, 200])
 def test_shard_report(tmp_path, ranks):
     plan, record = planned(ranks)
     path = tmp_path / "deep" / "shards.html"
-    write_shard_report(path, [View(record, plan)], title="<b>clip & co</b>", facts=FACTS, sequence=ROW)
+    write_shard_report(path, [View(record, plan)], title="<b>clip & co</b>", facts=FACTS, shown=Shown(sequence=ROW))
     page = Page(path.read_text(encoding="utf-8"))
     assert page.fetches == [] and page.open == []
     assert page.headings == ["<b>clip & co</b>", "What was planned", *HEADINGS]
     assert "<i>x</i>" in page.text and "many & more" in page.text
-    assert (len(page.pictures), page.tables) == (3, 4)
-    save_shards(tmp_path / "shards.png", record)
+    assert (len(page.pictures), page.tables) == (15, 7)
+    save_shards(tmp_path / "shards.png", record, plan, mask=Mask.of(ROW))
     assert not is_blank(tmp_path / "shards.png")
 
 
@@ -106,11 +114,12 @@ def test_strategies_side_by_side(tmp_path):
     records = [record for _, record in planned_by.values()]
     path = tmp_path / "compared.html"
     views = [View(record, plan) for plan, record in planned_by.values()]
-    write_shard_report(path, views, title="clip", facts=FACTS, sequence=None)
+    write_shard_report(path, views, title="clip", facts=FACTS, shown=Shown())
     page = Page(path.read_text(encoding="utf-8"))
     assert page.fetches == [] and page.open == []
-    each = [f"{name}: {heading}" for name in planned_by for heading in HEADINGS]
-    assert page.headings == ["clip", "What was planned", "Strategies side by side", *each]
+    each = [heading for _ in planned_by for heading in OF_PLAN]
+    assert page.headings == ["clip", "What was planned", "Strategies side by side", "Who holds what", *each]
+    assert all(f"Strategy {name}" in page.text for name in planned_by)
     save_comparison(tmp_path / "compared.png", records)
     assert not is_blank(tmp_path / "compared.png")
     shown = text_of(comparison_table(records), width=80)
@@ -121,8 +130,9 @@ def test_strategies_side_by_side(tmp_path):
 def test_an_empty_row_has_a_report(tmp_path):
     plan, record = planned(2, row=TokenSequence(()))
     path = tmp_path / "shards.html"
-    write_shard_report(path, [View(record, plan)], title="nothing", facts={}, sequence=TokenSequence(()))
-    assert len(Page(path.read_text(encoding="utf-8")).pictures) == 3
+    write_shard_report(path, [View(record, plan)], title="nothing", facts={}, shown=Shown(sequence=TokenSequence(())))
+    save_shards(tmp_path / "shards.png", record, plan, mask=Mask.of(TokenSequence(())))
+    assert len(Page(path.read_text(encoding="utf-8")).pictures) == 14
 
 
 def text_of(table, width):

@@ -45,7 +45,7 @@ def step_ns(costs, ranks, num_ranks, *, rest):
     decode, _ = costs.decoding(np.arange(costs.num_units), ranks, num_ranks)
     flops = np.zeros(num_ranks, dtype=np.int64)
     np.add.at(flops, ranks, costs.flops)
-    return max(int(decode.max()), costs.model.ns(int(flops.max())) + rest)
+    return max(int(decode.max()), costs.model.ns(int(flops.max()), "encode") + rest)
 
 
 def test_small_rows_are_within_3_percent_of_the_best_assignment():
@@ -67,8 +67,8 @@ def compare_with_all(seeds):
             continue
         plan = STRATEGIES["balanced"](sequence, (1, num_ranks), costs)
         result = balance(sequence, plan, costs)
-        stages = (result.linear_flops, result.attention_flops, [rows * model.label_flops for rows in result.label_rows])
-        rest = sum(model.ns(max(stage)) for stage in stages)
+        rest = model.ns(max(result.linear_flops), "linear") + model.ns(max(result.attention_flops), "attention")
+        rest += model.ns(max(result.label_rows) * model.label_flops, "loss")
         all_ranks = product(range(num_ranks), repeat=costs.num_units)
         best = min(step_ns(costs, np.array(ranks, dtype=np.int64), num_ranks, rest=rest) for ranks in all_ranks)
         assert result.step_ns <= 1.03 * best, f"seed {seed}: {plan.encode}"

@@ -17,17 +17,9 @@ IN_TIME_ORDER = sorted(
 )
 """Families whose units follow each other in time and are not too few or too long for a rank."""
 KNOWN_MISSES = {
-    ("long_group", 2): {"decode", "encode", "frames"},
-    ("long_group", 4): {"decode", "encode"},
-    ("long_group", 8): {"decode", "frames"},
     ("few_frames", 64): {"memory"},
     ("image_documents", 64): {"makespan", "memory"},
-    ("late_audio", 64): {"decode"},
-    ("long_transcript", 64): {"decode"},
     ("mixed_resolutions", 64): {"frames"},
-    ("packed_shorts", 64): {"makespan"},
-    ("slideshow", 16): {"encode"},
-    ("slideshow", 64): {"encode"},
 }
 """Family and ranks -> targets missed, by what experiments/LOG.md says."""
 

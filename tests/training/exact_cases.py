@@ -19,7 +19,8 @@ from mmcp.sequence import TokenSequence
 from mmcp.sharding.cost import Rates
 from mmcp.training.optim import OptimConfig
 from mmcp.training.parts import PartsConfig, part_of
-from mmcp.training.step import StageClock, StepRunner, StepWork
+from mmcp.training.stage_clock import StageClock
+from mmcp.training.step import StepRunner, StepWork
 from mmcp.training.train import Counters, LoadedStep, TrainConfig, Trainer
 
 VOCABULARY = 40

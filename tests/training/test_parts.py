@@ -10,7 +10,7 @@ from encoders import ENCODERS
 from mmcp.parallel.mesh import build_mesh
 from mmcp.training.optim import OptimConfig
 from mmcp.training.parts import PartsConfig, part_of
-from mmcp.training.step import StageClock
+from mmcp.training.stage_clock import StageClock
 from tests.encoders.test_encoders import EXAMPLES, draw
 from tests.training.exact_cases import Layout, MeshConfig, drawn, run_case, tiny_model, train_case
 

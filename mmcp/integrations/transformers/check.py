@@ -80,8 +80,11 @@ def _check_loss_and_dropout(model: PreTrainedModel) -> None:
         )
 
 
-def check_batch(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch without entries that say nothing; raise ValueError for one that would be ignored."""
+def check_batch(model: PreTrainedModel, batch: dict[str, Any], *, is_scored: bool = True) -> dict[str, Any]:
+    """Return the batch without entries that say nothing; raise ValueError for one that would be ignored.
+
+    is_scored: whether it is given for its loss
+    """
     kept = {name: value for name, value in batch.items() if name not in PACKED_KEYS and name not in SWITCHES}
     for name in SWITCHES:
         asked = batch.get(name, getattr(model.config, name, False) if name.startswith("output") else False)
@@ -94,8 +97,11 @@ def check_batch(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]
             f"{', '.join(unknown)} in the batch of a {model.config.model_type} model cannot be split over ranks; "
             f"known are {', '.join(known)}"
         )
-    if "input_ids" not in kept or not {"labels", "shift_labels"} & set(kept):
-        raise ValueError("a batch under context parallelism needs input_ids and labels (or shift_labels)")
+    if "input_ids" not in kept or (is_scored and not {"labels", "shift_labels"} & set(kept)):
+        raise ValueError(
+            "a batch under context parallelism needs input_ids and labels (or shift_labels); to continue a text, call "
+            "generate"
+        )
     if not kept["input_ids"].numel():
         raise ValueError(f"input_ids of shape {list(kept['input_ids'].shape)} hold no token; give at least one")
     _check_packing(batch)

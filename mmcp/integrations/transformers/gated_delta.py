@@ -81,6 +81,6 @@ def mix(
     attention: Any = layer.__dict__["mmcp_attention"]
     attention.core.borrow(layer)
     with torch.autocast(hidden_states.device.type, enabled=False):  # its states stay wide
-        out = mmcp_row.with_ghost(attention(inputs, mmcp_row.info(layer.layer_idx)))
+        out = mmcp_row.with_ghost(mmcp_row.attend(layer.layer_idx, inputs, attention))
     gate = F.silu(z[0].to(torch.promote_types(z.dtype, torch.float32)))
     return layer.out_proj((out * gate).to(hidden_states.dtype).flatten(1))[None]

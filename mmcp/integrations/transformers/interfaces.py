@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from mmcp.integrations.transformers.local_row import LocalRow
 from mmcp.integrations.transformers.whole_mask import whole_mask
+from mmcp.parallel.new_tokens import NewTokens
 
 NAME = "mmcp"
 HARMLESS = ("position_ids", "use_cache", "output_attentions", "output_router_logits", "is_causal", "sliding_window")
@@ -54,15 +55,15 @@ def attend(
             f"{type(module).__name__} was called outside of a parallelised model's forward; call the model itself"
         )
     info = mmcp_row.info(module.layer_idx)
-    _check(module, key, value, dropout, options, info.mask.window)
+    is_windowed = bool(info.mask.window) or isinstance(info, NewTokens)  # the window of new tokens is the cache's
+    _check(module, key, value, dropout, options, is_windowed)
     if attention_mask is None or attention_mask.ndim != 4 or attention_mask.numel():
         raise ValueError(f"{type(module).__name__} changed its attention_mask on the way to its attention")
     q, k, v = (mmcp_row.without_ghost(_as_rows(x)) for x in (query, key, value))
     scale = 1.0 if scaling is None else scaling * math.sqrt(q.shape[-1])
+    inputs = {"q": q if math.isclose(scale, 1.0) else q * scale, "k": k, "v": v}
     with torch.autocast(q.device.type, enabled=False):  # its sums stay wide
-        out = mmcp_row.attention(q.shape[1], k.shape[1], q.shape[2])(
-            {"q": q if math.isclose(scale, 1.0) else q * scale, "k": k, "v": v}, info
-        )
+        out = mmcp_row.attend(module.layer_idx, inputs)
     return mmcp_row.with_ghost(out)[None].to(value.dtype), None
 
 
@@ -73,7 +74,7 @@ def _as_rows(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1)
 
 
-def _check(module: Any, key: Tensor, value: Tensor, dropout: float, options: dict[str, Any], window: int) -> None:
+def _check(module: Any, key: Tensor, value: Tensor, dropout: float, options: dict[str, Any], is_windowed: bool) -> None:
     name = f"{type(module).__name__} (layer {module.layer_idx})"
     if dropout:
         raise ValueError(f"{name}: attention dropout {dropout} depends on the rank; set attention_dropout to 0")
@@ -84,5 +85,5 @@ def _check(module: Any, key: Tensor, value: Tensor, dropout: float, options: dic
         raise ValueError(f"{name}: {', '.join(asked)} in its attention is not supported under context parallelism")
     if options.get("output_attentions"):
         raise ValueError(f"{name}: attention weights are never written out; leave output_attentions off")
-    if options.get("sliding_window") and not window:
+    if options.get("sliding_window") and not is_windowed:
         raise ValueError(f"{name}: a window of {options['sliding_window']} tokens that its mask does not have")

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmcp.attention.base import RowInfo
 from mmcp.attention.softmax import Softmax, SoftmaxConfig
 from mmcp.masks import Mask
+from mmcp.parallel.cached_attention import RowCache
 from mmcp.parallel.mesh import Mesh
 from mmcp.parallel.ulysses import Ulysses
 from mmcp.sharding.plan import ShardPlan
@@ -46,6 +47,8 @@ class LocalRow:
     """Per layer: its mask on the whole row; layers with one mask share one."""
     attentions: Attentions
     rank: int
+    cache: RowCache | None = None
+    """Keeps the row for new tokens, in `generate`."""
 
     @property
     def num_tokens(self) -> int:
@@ -67,9 +70,16 @@ class LocalRow:
         """Return what layer number `layer` is told."""
         return self.infos[layer]
 
-    def attention(self, heads: int, kv_heads: int, head_dim: int) -> nn.Module:
-        """Return the attention for a shape of heads."""
-        return self.attentions.of_shape(heads, kv_heads, head_dim)
+    def attend(self, layer: int, inputs: dict[str, Tensor], attention: Ulysses | None = None) -> Tensor:
+        """Attend in layer number `layer`: one [s/cp, heads, dim] per input -> [s/cp, h, out_dim].
+
+        attention: of the layer; None: softmax attention for the shape of the inputs
+        """
+        if attention is None:
+            attention = self.attentions.of_shape(inputs["q"].shape[1], inputs["k"].shape[1], inputs["q"].shape[2])
+        if self.cache is not None:
+            return self.cache.attend(layer, attention, inputs, self.infos[layer])
+        return attention(inputs, self.infos[layer])
 
 
 def row_infos(masks: list[Mask], plan: ShardPlan, rank: int) -> tuple[RowInfo, ...]:

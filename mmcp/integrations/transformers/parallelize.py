@@ -8,7 +8,7 @@ tokens. Its loss is the sum of all token losses over the labelled tokens, whatev
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, Literal, TypeVar
 
@@ -20,12 +20,17 @@ from transformers import PreTrainedModel
 from mmcp.integrations.transformers.check import check_batch, check_model, check_ranks_agree, check_unchanged
 from mmcp.integrations.transformers.costs import cost_model
 from mmcp.integrations.transformers.gated_delta import parallelize_layer
+from mmcp.integrations.transformers.generation import NextLogits, enable_generation
 from mmcp.integrations.transformers.interfaces import NAME, no_mask, register
 from mmcp.integrations.transformers.local_row import Attentions, LocalRow, row_infos
 from mmcp.integrations.transformers.outputs import ParallelOutput, scored_output
+from mmcp.integrations.transformers.sharded_cache import ShardedCache, check_prompts, prompts_alone
 from mmcp.integrations.transformers.towers import TOWERS, DeferredPixels, MediaUnit, Tower
+from mmcp.integrations.transformers.turns import Turns
 from mmcp.integrations.transformers.whole_row import WholeRow, read_batch
+from mmcp.parallel.cached_attention import RowCache
 from mmcp.parallel.collectives import agree
+from mmcp.parallel.last_tokens import last_tokens
 from mmcp.parallel.mesh import Mesh
 from mmcp.parallel.route import Router
 from mmcp.sharding.cost import row_costs
@@ -67,7 +72,8 @@ def parallelize(
     for layer in text.layers:
         if hasattr(layer, "linear_attn"):
             parallelize_layer(layer.linear_attn, mesh)
-    parallel = ParallelForward(inner, mesh, Attentions(mesh, mode), linear, strategy, gradients)
+    turns = enable_generation(inner, mesh)
+    parallel = ParallelForward(inner, mesh, Attentions(mesh, mode), linear, strategy, gradients, turns)
     inner.forward = MethodType(_as_method(inner, parallel), inner)
     return model
 
@@ -77,7 +83,7 @@ def _as_method(model: PreTrainedModel, parallel: "ParallelForward") -> Callable:
     signature = inspect.signature(type(model).forward)
 
     @wraps(type(model).forward)
-    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> ParallelOutput | tuple[Tensor, ...]:
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> ParallelOutput | NextLogits | tuple[Tensor, ...]:
         if self is not parallel.model:
             raise ValueError(
                 f"this {type(self).__name__} is a copy of a parallelised model and would answer with the weights of "
@@ -105,8 +111,9 @@ class ParallelForward:
         linear: list[bool],
         strategy: str,
         gradients: str,
+        turns: Turns,
     ):
-        self.model, self.mesh, self.attentions, self.linear = model, mesh, attentions, linear
+        self.model, self.mesh, self.attentions, self.linear, self.turns = model, mesh, attentions, linear, turns
         self.plan_row = STRATEGIES[strategy]
         self.costs = cost_model(model.config, linear, mesh.device.type)
         self.weight = mesh.cp.size if gradients == "mean" else 1
@@ -114,53 +121,83 @@ class ParallelForward:
         self.tower: Tower | None = TOWERS[model_type](model) if model_type in TOWERS else None
 
     @torch.compiler.disable  # planning and exchanges cannot be traced, and every batch has another plan
-    def __call__(self, batch: dict[str, Any]) -> ParallelOutput:
+    def __call__(self, batch: dict[str, Any]) -> ParallelOutput | NextLogits:
         """Answer a batch that all ranks of the group were given.
 
         batch: what the model's own forward takes, without the entries that are None
         Raises ValueError for what is refused, and PeerError on the ranks whose own batch was fine.
         """
+        cache = batch.get("cache")
+        if isinstance(cache, ShardedCache):
+            with self.turns.reading(batch["input_ids"]):
+                return self._read_new(batch, cache) if cache.num_columns else self._read_prompts(batch, cache)
         batch, whole, plan = self._read(batch)
-        device = batch["input_ids"].device
-        router = Router(plan, self.mesh.cp, device=device)
+        row, router = self._row(whole, plan), Router(plan, self.mesh.cp, device=batch["input_ids"].device)
+        route = partial(router.to_scorers, trainable=torch.is_grad_enabled())
+        logits = self._run(batch, whole, row, router, route)
+        return scored_output(logits, batch, whole, plan, group=self.mesh.cp, weight=self.weight)
+
+    def _read_prompts(self, batch: dict[str, Any], cache: ShardedCache) -> NextLogits:
+        """Read a batch of prompts, keep what new tokens will read of it in `cache`, and tell what follows."""
+        batch, whole, plan = self._read(batch, is_prompt=True)
+        row, router = self._row(whole, plan, cache.row), Router(plan, self.mesh.cp, device=batch["input_ids"].device)
+        cache.begin(whole.masks[0], whole.positions, batch["input_ids"].shape[1])
+        route = partial(last_tokens, info=row.infos[0], group=self.mesh.cp)
+        return NextLogits(logits=self._run(batch, whole, row, router, route)[:, None], cache=cache)
+
+    def _read_new(self, batch: dict[str, Any], cache: ShardedCache) -> NextLogits:
+        """Read one new token of each row of the batch, and tell what follows."""
+        ids = batch["input_ids"]
+        info, positions = cache.read(ids)
+        row = LocalRow(info.plan, (info,) * len(self.linear), self.attentions, info.rank, cache.row)
+        logits = type(self.model).forward(self.model, **_inputs(ids[:, 0], positions, row)).logits[0]
+        return NextLogits(logits=logits[:, None], cache=cache)
+
+    def _row(self, whole: WholeRow, plan: ShardPlan, cache: RowCache | None = None) -> LocalRow:
         rank = self.mesh.cp.index
-        row = LocalRow(plan, row_infos(list(whole.masks), plan, rank), self.attentions, rank)
-        held = plan.positions(rank)
+        return LocalRow(plan, row_infos(list(whole.masks), plan, rank), self.attentions, rank, cache)
+
+    def _run(
+        self,
+        batch: dict[str, Any],
+        whole: WholeRow,
+        row: LocalRow,
+        router: Router,
+        route: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Run the model on this rank's tokens: logits of the rows that `route` brings to its head, [l, vocabulary]."""
+        device = batch["input_ids"].device
+        held = row.plan.positions(row.rank)
         ids, positions = whole.ids[held], whole.positions[:, held]
         if not len(held):
             ids, positions = np.zeros(1, np.int64), np.zeros((len(positions), 1), np.int64)
-        inputs: dict[str, Any] = {
-            "input_ids": torch.from_numpy(ids).to(device)[None],
-            "position_ids": torch.from_numpy(positions).to(device),
-            "attention_mask": no_mask(),
-            "mmcp_row": row,
-            "use_cache": False,
-            "return_dict": True,
-        }
-        if len(whole.positions) > 1:
-            inputs["position_ids"] = inputs["position_ids"][:, None]
-        rows = self._media_rows(batch, whole, plan, router)
+        inputs = _inputs(torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device), row)
+        rows = self._media_rows(batch, whole, row.plan, router)
         if self.tower is not None and rows is not None:
             kinds = frozenset(unit.kind for unit in whole.units)
             inputs["mm_encoder_outputs"] = self.tower.outputs(rows, torch.from_numpy(whole.ids[held]).to(device), kinds)
-        with _routed_head(self.model.get_output_embeddings(), router, row):
+        with _routed_head(self.model.get_output_embeddings(), row, route):
             logits = type(self.model).forward(self.model, **inputs).logits[0]
         if rows is not None and not whole.units:
             logits = logits + rows.sum()  # of no rows: the tower stays in the graph, as DDP needs
-        return scored_output(logits, batch, whole, plan, group=self.mesh.cp, weight=self.weight)
+        return logits
 
     def plan(self, whole: WholeRow) -> ShardPlan:
         """Plan a row over the context-parallel ranks."""
         mesh = self.mesh.ring.size, self.mesh.ulysses.size
         return self.plan_row(whole.sequence, mesh, row_costs(whole.sequence, self.costs))
 
-    def _read(self, batch: dict[str, Any]) -> tuple[dict[str, Any], WholeRow, ShardPlan]:
+    def _read(self, batch: dict[str, Any], *, is_prompt: bool = False) -> tuple[dict[str, Any], WholeRow, ShardPlan]:
         """Check, read and plan a batch; whatever fails on one rank is raised on all of the group."""
         error: Exception | None = None
         try:
             check_unchanged(self.model)
-            batch = check_batch(self.model, batch)
+            if is_prompt:
+                batch = prompts_alone(batch, has_tower=self.tower is not None)
+            batch = check_batch(self.model, batch, is_scored=not is_prompt)
             whole = read_batch(self.model, batch, self.tower, self.linear)
+            if is_prompt:
+                check_prompts(whole, batch["input_ids"])
             plan = self.plan(whole)
         except Exception as found:
             error = found
@@ -193,14 +230,26 @@ class ParallelForward:
         return pixels
 
 
+def _inputs(ids: Tensor, positions: Tensor, row: LocalRow) -> dict[str, Any]:
+    """Make the arguments of the model's own forward. ids: [n] int64  positions: [axes, n]."""
+    return {
+        "input_ids": ids[None],
+        "position_ids": positions if len(positions) == 1 else positions[:, None],
+        "attention_mask": no_mask(),
+        "mmcp_row": row,
+        "use_cache": False,
+        "return_dict": True,
+    }
+
+
 @contextmanager
-def _routed_head(head: nn.Module, router: Router, row: LocalRow) -> Iterator[None]:
-    """Send the rows that reach the output head to the ranks that score them."""
+def _routed_head(head: nn.Module, row: LocalRow, route: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Send the rows that reach the output head, [s/cp, e], where `route` brings them."""
 
-    def route(_module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        return (router.to_scorers(row.without_ghost(args[0][0]), trainable=torch.is_grad_enabled())[None],)
+    def send(_module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        return (route(row.without_ghost(args[0][0]))[None],)
 
-    handle = head.register_forward_pre_hook(route)
+    handle = head.register_forward_pre_hook(send)
     try:
         yield
     finally:

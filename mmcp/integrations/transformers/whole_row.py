@@ -107,6 +107,8 @@ def _targets(batch: dict[str, Any], kept: np.ndarray) -> np.ndarray:
 
     Raises ValueError when a padding token is asked for one: in transformers it would read nothing and still count.
     """
+    if not {"labels", "shift_labels"} & set(batch):
+        return np.full(kept.size, NO_LABEL)
     if "shift_labels" in batch:
         shifted = batch["shift_labels"].cpu().numpy()
     else:
