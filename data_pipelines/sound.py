@@ -10,7 +10,7 @@ Independence of the cut. Decoders carry state: sound is decoded in blocks of BLO
 each by a decoder that starts PREROLL seconds earlier and goes on as far past the end as the filter sees, and a range
 takes what it needs of its blocks. Up to the first BLOCK seconds, and beyond for every codec whose state dies out within
 the preroll, this is bit for bit what decoding from the start gives. (Codecs that fill bands with random noise, AAC with
-noise substitution among them, draw other noise.) A track whose positions are not exact is one block.
+noise substitution among them, draw other noise than from the start, the same each time.) A track whose positions are not exact is one block.
 """
 
 from collections.abc import Iterator
@@ -35,6 +35,8 @@ FILTER_REACH = 64  # samples at the lower of the two rates: swresample's filter 
 WEIGHTS = {"FC": 1.2, "FL": 0.6, "FR": 0.4, "LFE": 0.25, "LFE2": 0.25}
 LEFT, RIGHT = 0.42, 0.28  # every other channel, by its side
 UNKNOWN = (0.6, 0.4)
+DECODERS_WITHOUT_NOISE = ("pcm_", "flac", "alac", "mp3float", "vorbis", "wavpack")
+"""What the names of decoders begin with that are as new when flushed."""
 SAMPLE_KINDS = {
     name: np.dtype(kind)
     for name, kind in {"u8": "u1", "s16": "i2", "s32": "i4", "s64": "i8", "flt": "f4", "dbl": "f8"}.items()
@@ -109,8 +111,12 @@ class SoundReader:
         return Sound(np.clip(samples, -1, 1, out=samples), damage.lost_packets, damage.cleaned, bounded)
 
     def _packets(self) -> TrackReader:
-        """The packets of the track; a file in which one cannot go back is opened again."""
-        if self.reader is None or not self.track.seekable:
+        """The packets of the track; opened again for each block where one cannot go back, or the decoder is not as new.
+
+        FFmpeg's decoders that draw noise go on drawing when they are flushed: the same block would sound different.
+        """
+        is_as_new = self.reader is not None and self.reader.decoder.name.startswith(DECODERS_WITHOUT_NOISE)
+        if self.reader is None or not self.track.seekable or not is_as_new:
             self.opened.close()
             container = self.opened.enter_context(open_container(self.source))
             self.reader = TrackReader(container, self.track, str(self.source))
