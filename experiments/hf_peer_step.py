@@ -36,22 +36,22 @@ class OneRow(torch.utils.data.Dataset):
 
 
 class TimedTrainer(Trainer):
-    """Times each step between two barriers, and keeps loss and gradients of the last."""
+    """A Trainer that notes seconds and loss of each step, and the gradients of the last."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.seconds: list[float] = []
-        self.last_loss = 0.0
+        self.losses: list[float] = []
         self.gradients: dict[str, Tensor] = {}
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run one step as Trainer does."""
+        """Run the step between two barriers."""
         dist.barrier()
         begin = time.perf_counter()
         loss = super().training_step(*args, **kwargs)
         dist.barrier()
         self.seconds.append(time.perf_counter() - begin)
-        self.last_loss = loss.item()
+        self.losses.append(loss.item())
         if len(self.seconds) == self.args.max_steps:
             self.gradients = {name: gradient.clone() for name, gradient in common.grad_dict(self.model).items()}
         return loss
@@ -76,18 +76,14 @@ def main() -> None:
             disable_tqdm=True,
             use_cpu=True,
         )
-        trainer = TimedTrainer(
-            model, arguments, data_collator=torch.utils.data.default_collate, train_dataset=OneRow(settings)
-        )
+        collate = torch.utils.data.default_collate
+        trainer = TimedTrainer(model, arguments, data_collator=collate, train_dataset=OneRow(settings))
         parallelize_trainer(trainer, mesh)
         before = common._status("VmRSS")
         common.reset_hwm()
         trainer.train()
-        peak = common._status("VmHWM")
-        common.report(
-            settings, "mmcp-hf", trainer.seconds, trainer.last_loss, trainer.gradients, peak, before,
-            note="Trainer, parallelize",
-        )  # fmt: skip
+        found = trainer.seconds, trainer.losses[-1], trainer.gradients
+        common.report(settings, "mmcp-trainer", *found, common._status("VmHWM"), before, note="Trainer, parallelize")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor
 
 BLOCK_ROWS = 512  # of a block: query tokens times the query heads of a key-value head
 BLOCK_KEYS = 512
-DIAGONAL_KEYS = 64  # of a block on a causal diagonal, half of which is computed in vain
+DIAGONAL_KEYS = 128  # of a block on a causal diagonal, half of which is computed in vain
 LOG2_E = 1 / math.log(2)
 
 
