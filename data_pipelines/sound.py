@@ -10,7 +10,8 @@ Independence of the cut. Decoders carry state: sound is decoded in blocks of BLO
 each by a decoder that starts PREROLL seconds earlier and goes on as far past the end as the filter sees, and a range
 takes what it needs of its blocks. Up to the first BLOCK seconds, and beyond for every codec whose state dies out within
 the preroll, this is bit for bit what decoding from the start gives. (Codecs that fill bands with random noise, AAC with
-noise substitution among them, draw other noise than from the start, the same each time.) A track whose positions are not exact is one block.
+noise substitution among them, draw other noise than from the start, the same each time.) A track whose positions are
+not exact is one block.
 """
 
 from collections.abc import Iterator
