@@ -30,6 +30,11 @@ class BatchRow(TokenSequence):
         """[s] int64: the given labels."""
         return self.targets
 
+    @cached_property
+    def label_positions(self) -> np.ndarray:
+        """[labels] int64: positions that carry a given label, ascending."""
+        return np.flatnonzero(self.targets != NO_LABEL)
+
 
 @dataclass(frozen=True, eq=False)
 class WholeRow:
