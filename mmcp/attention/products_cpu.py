@@ -149,10 +149,10 @@ def _add_block(queries: _Queries, keys: _Keys, block: _Block) -> None:
     torch.exp2(weights, out=weights)
     plain, grading = queries.plain[rows], queries.grading[rows]
     weights = weights.to(plain.dtype)
-    _add_product(keys.grad_v[cell][:, place_in_cell], grading[:, : plain.shape[1]].T, weights)
+    add_product(keys.grad_v[cell][:, place_in_cell], grading[:, : plain.shape[1]].T, weights)
     grad_scores = (grading @ keys.grading[columns].T).mul_(weights)
-    _add_product(queries.grad[rows], grad_scores, keys.plain[columns])
-    _add_product(keys.grad_k[cell][:, place_in_cell], plain.T, grad_scores)
+    add_product(queries.grad[rows], grad_scores, keys.plain[columns])
+    add_product(keys.grad_k[cell][:, place_in_cell], plain.T, grad_scores)
 
 
 def _hide_later_keys_(scores: Tensor, group: int) -> None:
@@ -161,8 +161,8 @@ def _hide_later_keys_(scores: Tensor, group: int) -> None:
     scores[: group * len(later)].view(-1, group, len(later)).masked_fill_(later[:, None], -torch.inf)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to a total of the same type or a wider one."""
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b, [n, m], to a total of the same type or a wider one, in place."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:

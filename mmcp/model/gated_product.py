@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmcp.attention.products_cpu import add_product
+
 BLOCK_NUMBERS = 1 << 18  # of one product; 380 tokens at f = 688
 
 
@@ -57,12 +59,14 @@ def _backward_block(
     gates, ups, grads = x @ gate.T, x @ up.T, grad @ down
     sigmoid = torch.sigmoid(gates)
     silu = gates.mul_(sigmoid)
-    _add_product(sums[2], grad.T, silu * ups)
+    if sums[2] is not None:
+        add_product(sums[2], grad.T, silu * ups)
     slope = sigmoid.addcmul_(silu, 1 - sigmoid)
     grad_gates = slope.mul_(ups).mul_(grads)
     grad_ups = silu.mul_(grads)
-    _add_product(sums[0], grad_gates.T, x)
-    _add_product(sums[1], grad_ups.T, x)
+    for total, factor in zip(sums, (grad_gates, grad_ups), strict=False):
+        if total is not None:
+            add_product(total, factor.T, x)
     if grad_x is not None:
         torch.mm(grad_gates, gate, out=grad_x)
         grad_x.addmm_(grad_ups, up)
@@ -71,13 +75,3 @@ def _backward_block(
 def _blocks(num_tokens: int, width: int) -> Iterator[slice]:
     step = max(1, BLOCK_NUMBERS // width)
     return (slice(start, start + step) for start in range(0, num_tokens, step))
-
-
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to a total of the same type or a wider one, where it is wanted."""
-    if total is None:
-        return
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b

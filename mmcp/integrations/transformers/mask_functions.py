@@ -76,7 +76,6 @@ class Context:
 
 
 Meaning = Limit | Reads
-Handler = Callable[[dict[str, Any], Context], Meaning]
 
 
 def mask_of_function(function: Callable, *, num_tokens: int, row: int = 0) -> Mask:
