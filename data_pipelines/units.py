@@ -78,17 +78,6 @@ def sampled_frames(
     return np.unique(np.searchsorted(track.pts, ticks, side="right") - 1)
 
 
-def frame_groups(index: ClipIndex, size: tuple[int, int], rule: PictureRule, *, rate: Fraction) -> tuple[Unit, ...]:
-    """Group a clip's sampled frames in order; the last group is filled by repeating its last frame.
-
-    size: height and width as encoded
-    """
-    assert index.video is not None, "a clip without pictures has no frame groups"
-    frames = sampled_frames(index.video, rate)
-    groups = np.append(frames, np.repeat(frames[-1:], -len(frames) % rule.frames)).reshape(-1, rule.frames)
-    return frame_units(index, groups, [size] * len(groups), rule, end=index.video_end)
-
-
 def frame_units(
     index: ClipIndex, groups: np.ndarray, sizes: Sequence[tuple[int, int]], rule: PictureRule, *, end: Fraction
 ) -> tuple[Unit, ...]:

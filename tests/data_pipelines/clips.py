@@ -6,7 +6,9 @@ from fractions import Fraction
 import av
 import numpy as np
 
-from data_pipelines.container import VideoTrack
+from data_pipelines.container import ClipIndex, VideoTrack
+from data_pipelines.units import PictureRule, frame_units, sampled_frames
+from mmcp.sequence import Unit
 
 BARS = 12
 
@@ -106,3 +108,14 @@ def packets_of(track: VideoTrack, frames: Sequence[int]) -> tuple[int, int]:
     """First and last + 1 packet that a decoder must run through to show all of `frames`, one by one."""
     chosen = [np.array([frame]) for frame in frames]
     return min(int(track.starts(one)[0]) for one in chosen), max(int(track.stops(one)[0]) for one in chosen)
+
+
+def frame_groups(index: ClipIndex, size: tuple[int, int], rule: PictureRule, *, rate: Fraction) -> tuple[Unit, ...]:
+    """Group a clip's sampled frames in order; the last group is filled by repeating its last frame.
+
+    size: height and width as encoded
+    """
+    assert index.video is not None, "a clip without pictures has no frame groups"
+    frames = sampled_frames(index.video, rate)
+    groups = np.append(frames, np.repeat(frames[-1:], -len(frames) % rule.frames)).reshape(-1, rule.frames)
+    return frame_units(index, groups, [size] * len(groups), rule, end=index.video_end)

@@ -16,11 +16,11 @@ from data_pipelines import sound
 from data_pipelines.decode_units import decode_units, excerpt
 from data_pipelines.demux import read_index
 from data_pipelines.media import MediaFile
-from data_pipelines.units import frame_groups, sound_windows
+from data_pipelines.units import sound_windows
 from data_pipelines.workers import WorkerPool
 from encoders import AudioWindows, VideoPatches
 from encoders.mel import log_mel_raw, needed
-from tests.data_pipelines.clips import write_clip
+from tests.data_pipelines.clips import frame_groups, write_clip
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
 MEL = partial(log_mel_raw, bins=40)

@@ -16,9 +16,8 @@ from data_pipelines.decode_units import decode_units, excerpt
 from data_pipelines.decord_frames import BACKENDS, backend_for, decode_with_decord, why_unsafe
 from data_pipelines.demux import read_index
 from data_pipelines.media import MediaError, MediaFile
-from data_pipelines.units import frame_groups
 from encoders import VideoPatches
-from tests.data_pipelines.clips import read_number, write_clip
+from tests.data_pipelines.clips import frame_groups, read_number, write_clip
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
 GOP = {"g": "15"}

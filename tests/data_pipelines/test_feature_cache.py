@@ -18,9 +18,9 @@ from data_pipelines import feature_cache
 from data_pipelines.demux import read_index
 from data_pipelines.feature_cache import FeatureCache, Kept, decode_missing, file_digest, sound_digest, unit_key
 from data_pipelines.media import MediaFile
-from data_pipelines.units import frame_groups
 from encoders import VideoPatches
 from encoders.mel import log_mel_raw, needed
+from tests.data_pipelines.clips import frame_groups
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
 KEY = "ab" + "0" * 62

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from data_pipelines.container import AudioTrack, ClipIndex, VideoTrack
 from data_pipelines.demux import read_index
 from data_pipelines.sound import decode_audio
-from data_pipelines.units import frame_groups, image_unit, sampled_frames, sound_windows
+from data_pipelines.units import image_unit, sampled_frames, sound_windows
 from encoders import AudioWindows, ImagePatches, VideoPatches
 from encoders.mel import log_mel_raw, needed
 from mmcp.interleave import StampConfig
 from mmcp.sequence import HOP
-from tests.data_pipelines.clips import packets_of
+from tests.data_pipelines.clips import frame_groups, packets_of
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
 EACH = VideoPatches(patch=8, frames=1)
